@@ -1,0 +1,45 @@
+"""cake_ops: PyTorch operators for training Mixture-of-Experts models.
+
+Ragged grouped GEMM, the FP32 router GEMM, and dense and batched projection GEMMs, registered as
+``torch.ops.cake.*``. Start with :func:`grouped_mm` and :func:`router_mm`; ``cake_ops.nn`` has modules,
+``cake_ops.functional`` a drop-in for ``torch.nn.functional.grouped_mm``. Importing this package starts no
+CUDA context.
+"""
+
+from ._library import NAMESPACE as NAMESPACE  # first: it stops a second copy of the package
+from . import meta, _formulas, _rules, cpu, cuda, functional, nn, testing  # isort: skip
+__version__ = "0.1.0"
+from .dense_mm import (
+    batched_mm,
+    batched_mm_dgrad,
+    batched_mm_wgrad,
+    dense_mm,
+    dense_mm_dgrad,
+    dense_mm_wgrad,
+    linear,
+)
+from .grouped_mm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad, grouped_mm_wgrad_
+from .router_mm import router_mm, router_mm_dgrad, router_mm_wgrad, router_mm_wgrad_, split_bf16x3
+
+__all__ = [
+    "__version__",
+    "batched_mm",
+    "batched_mm_dgrad",
+    "batched_mm_wgrad",
+    "dense_mm",
+    "dense_mm_dgrad",
+    "dense_mm_wgrad",
+    "functional",
+    "grouped_mm",
+    "grouped_mm_dgrad",
+    "grouped_mm_wgrad",
+    "grouped_mm_wgrad_",
+    "linear",
+    "nn",
+    "router_mm",
+    "router_mm_dgrad",
+    "router_mm_wgrad",
+    "router_mm_wgrad_",
+    "split_bf16x3",
+    "testing",
+]

@@ -1,0 +1,167 @@
+"""How every operator is differentiated: one mechanism that saves for backward *before* it launches.
+
+``torch.autograd.Function`` packs its saved tensors after ``forward`` has run. Under a non-reentrant
+``torch.utils.checkpoint`` the last pack of the recomputation raises "stop" (early stop), so for such a
+function the recomputed GEMM has already run when nobody needs it any more; a built-in operator packs
+first and skips it. The order can be seen only through default saved-tensor hooks. So when a pair of them
+is active, this kernel calls the pack hook itself before the launch, and hands autograd the packed objects
+when it asks for them afterwards. Without hooks the plain order is used, and nothing is paid.
+
+All matrix products here are bilinear in two operands ``a`` and ``b``: the gradient of ``a`` needs ``b``
+and the other way round. An operand is saved only if the other one needs a gradient, so a frozen weight
+does not keep the activations alive. The gradients are operators of the same families, hence double
+backward, ``torch.compile``, dispatch modes and checkpointing see them as they see any operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd, _after_autograd_keyset
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks as pop_hooks,
+)
+from torch._C._autograd import (
+    _push_saved_tensors_default_hooks as push_hooks,
+)
+from torch._C._autograd import (
+    _top_saved_tensors_default_hooks as top_hooks,
+)
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
+
+from ._library import LIB, OPS, Op
+from ._sharding import register_sharding_once
+
+
+class Call(NamedTuple):
+    """What a gradient formula may know of the forward call besides the tensors.
+
+    ``b_transposed`` says that ``b`` has unit stride on its last-but-one dimension; a weight gradient is
+    then made in that memory order, so that ``AccumulateGrad`` adopts it without a copy.
+    """
+
+    options: dict[str, Any]
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    b_transposed: bool
+
+
+Gradient = Callable[[Call, Tensor, Tensor, "Tensor | None"], Tensor]
+"""``(call, g, other operand, offs) -> gradient``, written with differentiable operators."""
+
+
+def is_transposed(t: Tensor) -> bool:
+    """Whether the last two dimensions of ``t`` are stored column-major."""
+    return t.stride(-2) == 1 and t.stride(-1) != 1
+
+
+def _redispatch(op: Op, keyset: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    with _AutoDispatchBelowAutograd():
+        return op.overload.redispatch(keyset & _after_autograd_keyset, *args, **options)
+
+
+def differentiable(name: str, grad_a: Gradient, grad_b: Gradient) -> None:
+    """Registers the autograd kernel of the operator ``name``, bilinear in its first two arguments."""
+    op = OPS[name]
+    launches = op.launch
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b, offs, options, launch, keyset, replay):  # type: ignore[override]
+            a_needs, b_needs = ctx.needs_input_grad[:2]
+            saved = (a if b_needs else None, b if a_needs else None, offs)
+            if replay is not None:
+                pack, unpack = top_hooks(False)
+                packed = [pack(t) for t in saved if t is not None]  # may stop the recomputation here
+                packed.reverse()
+                push_hooks(lambda _: packed.pop(), unpack)
+                replay.append(True)
+            ctx.save_for_backward(*saved)
+            ctx.call = Call(options, a.dtype, b.dtype, b_needs and is_transposed(b))
+            args = (a, b) if offs is None else (a, b, offs)
+            if launch is not None:
+                return launch(*args, **options)
+            return _redispatch(op, keyset, args, options)
+
+        @staticmethod
+        def backward(ctx, g):  # type: ignore[override]
+            a, b, offs = ctx.saved_tensors
+            call = ctx.call
+            a_needs, b_needs = ctx.needs_input_grad[:2]
+            return (
+                grad_a(call, g, b, offs) if a_needs else None,
+                grad_b(call, g, a, offs) if b_needs else None,
+                *(None,) * 5,
+            )
+
+    Node.__name__ = Node.__qualname__ = "".join(part.title() for part in name.split("_"))
+    apply = super(torch.autograd.Function, Node).apply  # the C entry: 2 us less than Function.apply
+
+    def with_grad(keyset, launch, a, b, offs, options):
+        if launch is not None and top_hooks(False) is None and peek_interpreter_stack() is None:
+            return apply(a, b, offs, options, launch, None, None)
+        replay: list[bool] | None = None if top_hooks(False) is None else []
+        try:
+            if peek_interpreter_stack() is not None:
+                with enable_single_level_autograd_function():
+                    return apply(a, b, offs, options, launch, keyset, replay)
+            return apply(a, b, offs, options, launch, keyset, replay)
+        finally:
+            if replay:
+                pop_hooks()
+
+    def kernel(keyset, a, b, offs=None, **options):
+        launch = launches.get(keyset.raw_repr())
+        if launch is None:
+            register_sharding_once()
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, a, b)
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            return with_grad(keyset, launch, a, b, offs, options)
+        args = (a, b) if offs is None else (a, b, offs)
+        if launch is not None:
+            return launch(*args, **options)
+        return _redispatch(op, keyset, args, options)
+
+    LIB.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def not_differentiable(name: str, advice: str) -> None:
+    """Registers an autograd kernel that refuses inputs which require grad, and counts a write.
+
+    ``advice`` ends the error message. The version of ``out`` is bumped, so that autograd notices when a
+    tensor that it saved was written.
+    """
+    op = OPS[name]
+    launches = op.launch
+
+    def kernel(keyset, *args, **kwargs):
+        launch = launches.get(keyset.raw_repr())
+        if torch.is_grad_enabled():
+            for t in (*args, *kwargs.values()):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    raise RuntimeError(
+                        f"cake::{name}: not differentiable, but an argument requires grad; {advice}"
+                    )
+        if launch is not None:
+            result = launch(*args, **kwargs)
+        else:
+            result = _redispatch(op, keyset, args, kwargs)
+        if op.mutates:
+            torch.autograd.graph.increment_version(kwargs["out"] if "out" in kwargs else args[0])
+        return result
+
+    LIB.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _refuse_tangents(name: str, *operands: Tensor) -> None:
+    for t in operands:
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"cake::{name}: forward-mode differentiation is not implemented; use reverse mode"
+            )

@@ -1,0 +1,182 @@
+"""The rules for arguments, each stated once and used by the real operators and the fakes alike.
+
+Every function either raises ``RuntimeError`` (the class torch's own operators raise) with one sentence
+that names the operator, the argument, the value and the rule, or returns the problem's sizes. Sizes may
+be symbolic: a comparison of unbacked sizes becomes a run-time assertion through ``torch._check`` and
+never a branch. No function reads tensor data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ROUTER_FLOATS = (torch.float32, torch.bfloat16)
+
+
+def require(condition: Any, message: Callable[[], str]) -> None:
+    """Raises ``RuntimeError(message())`` unless ``condition``, which may be symbolic, holds."""
+    if condition is True:
+        return
+    if condition is False:
+        raise RuntimeError(message())
+    torch._check(condition, message)
+
+
+def shape_of(t: Tensor) -> str:
+    return "[" + ", ".join(str(n) for n in t.shape) + "]"
+
+
+def check_tensor(op: str, arg: str, t: Tensor, letters: str, device: torch.device) -> None:
+    """``t`` has as many dimensions as ``letters`` (such as "E N K") and lies on ``device``."""
+    dims = letters.split()
+    require(
+        t.dim() == len(dims),
+        lambda: f"cake::{op}: {arg} must have shape [{', '.join(dims)}], got {shape_of(t)}",
+    )
+    check_device(op, arg, t, device)
+
+
+def check_device(op: str, arg: str, t: Tensor, device: torch.device) -> None:
+    require(
+        t.device == device,
+        lambda: (
+            f"cake::{op}: all tensors must be on one device; {arg} is on {t.device},"
+            f" the first argument on {device}"
+        ),
+    )
+
+
+def check_size(op: str, arg: str, t: Tensor, dim: int, size: Any, rule: str) -> None:
+    """Dimension ``dim`` of ``t`` equals ``size``; ``rule`` says where the size comes from."""
+    require(
+        t.shape[dim] == size,
+        lambda: f"cake::{op}: {arg} must have {rule} = {size} in dimension {dim}, got {shape_of(t)}",
+    )
+
+
+def check_float(op: str, arg: str, t: Tensor) -> None:
+    """GEMM operands: BF16 on CUDA; BF16, FP16, FP32 or FP64 elsewhere."""
+    if t.device.type == "cuda":
+        require(
+            t.dtype == torch.bfloat16,
+            lambda: (
+                f"cake::{op}: {arg} must be bfloat16 on CUDA, got {t.dtype}; cast it"
+                " (x.bfloat16()) or call under torch.autocast('cuda', dtype=torch.bfloat16)"
+            ),
+        )
+    require(
+        t.dtype in FLOATS,
+        lambda: (
+            f"cake::{op}: {arg} must be bfloat16, float16, float32 or float64, got {t.dtype}; cast it"
+        ),
+    )
+
+
+def check_same_dtype(op: str, a: str, s: Tensor, b: str, t: Tensor) -> None:
+    require(
+        s.dtype == t.dtype,
+        lambda: (
+            f"cake::{op}: {a} and {b} must have one dtype, got {s.dtype} and {t.dtype};"
+            " cast one of them or call under torch.autocast"
+        ),
+    )
+
+
+def check_router_float(op: str, arg: str, t: Tensor) -> None:
+    require(
+        t.dtype in ROUTER_FLOATS,
+        lambda: f"cake::{op}: {arg} must be float32 or bfloat16, got {t.dtype}; cast it with .float()",
+    )
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype, operand: torch.dtype) -> None:
+    """A result has the operands' dtype, or FP32 for lower operands."""
+    require(
+        out_dtype == operand
+        or (out_dtype == torch.float32 and operand in (torch.bfloat16, torch.float16)),
+        lambda: (
+            f"cake::{op}: out_dtype must be {operand} (that of the operands)"
+            + (", or float32" if operand in (torch.bfloat16, torch.float16) else "")
+            + f", got {out_dtype}"
+        ),
+    )
+
+
+def check_offs(op: str, offs: Tensor, experts: Any, device: torch.device) -> None:
+    """``offs`` is int32 with one cumulative end for each expert, on the operands' device."""
+    require(
+        offs.dtype == torch.int32,
+        lambda: (
+            f"cake::{op}: offs must be int32 (cumulative ends of the groups), got {offs.dtype};"
+            " use torch.cumsum(counts, 0, dtype=torch.int32)"
+        ),
+    )
+    require(
+        offs.dim() == 1,
+        lambda: f"cake::{op}: offs must have shape [E], got {shape_of(offs)}",
+    )
+    require(
+        offs.shape[0] == experts,
+        lambda: (
+            f"cake::{op}: offs must have one end for each expert: w has E = {experts}, offs has"
+            f" {offs.shape[0]} entries; pass a CSR indptr [E + 1] as its view indptr[1:]"
+        ),
+    )
+    check_device(op, "offs", offs, device)
+
+
+def check_out(op: str, out: Tensor, shape: Sequence[Any], dtypes: Sequence[torch.dtype]) -> None:
+    """``out`` has the result's shape, one of ``dtypes``, and strides a kernel can write: row-major
+    matrices (unit stride on the last dimension, no overlap)."""
+    require(
+        out.dim() == len(shape),
+        lambda: f"cake::{op}: out must have shape {list(shape)}, got {shape_of(out)}",
+    )
+    for have, want in zip(out.shape, shape, strict=True):
+        require(
+            have == want,
+            lambda: f"cake::{op}: out must have shape {list(shape)}, got {shape_of(out)}",
+        )
+    require(
+        out.dtype in dtypes,
+        lambda: (
+            f"cake::{op}: out must be {' or '.join(str(d) for d in dtypes)}, got {out.dtype}"
+        ),
+    )
+    last = out.dim() - 1
+    span = 1
+    for dim in range(last, -1, -1):
+        size, stride = out.shape[dim], out.stride(dim)
+        if isinstance(size, torch.SymInt) or isinstance(stride, torch.SymInt):
+            return  # a trace with symbolic strides leaves this rule to the real operator
+        require(
+            size <= 1 or (stride == 1 if dim == last else stride >= span),
+            lambda: (
+                f"cake::{op}: out must be row-major without overlap (unit stride on the last"
+                f" dimension), got strides {tuple(out.stride())} for shape {shape_of(out)}"
+            ),
+        )
+        span = max(span, size * stride)
+
+
+def check_no_overlap(op: str, out: Tensor, **inputs: Tensor) -> None:
+    """``out`` shares no memory with an input (decided by address ranges; real tensors only)."""
+    first, last = _extent(out)
+    for arg, t in inputs.items():
+        begin, end = _extent(t)
+        require(
+            not (first < end and begin < last),
+            lambda arg=arg: f"cake::{op}: out must not overlap the input {arg} in memory",
+        )
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    if t.numel() == 0:
+        return 0, 0
+    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    return t.data_ptr(), t.data_ptr() + span * t.element_size()

@@ -1,0 +1,75 @@
+"""The gradients of every operator, in operators of the same families.
+
+With y = x w^T, dx = g w and dw = g^T x (for each group, matrix or batch), each of the three products is
+bilinear and its two gradients are the other two products. So three operators a family are closed under
+differentiation, and double backward needs no formula of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._autograd import Call, differentiable, not_differentiable
+from ._library import OPS
+
+
+class _Product:
+    """Calls one operator of a family with the options of the call that is being differentiated."""
+
+    def __init__(self, name: str) -> None:
+        self.overload = OPS[name].overload
+        self.accepts = {argument.name for argument in self.overload._schema.arguments}
+        self.mixed = name.startswith("router")  # operands and result may differ in dtype
+
+    def __call__(
+        self, call: Call, a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        options = {}
+        if "deterministic" in self.accepts and "deterministic" in call.options:
+            options["deterministic"] = call.options["deterministic"]
+        if self.mixed and "out_dtype" in self.accepts:
+            options["out_dtype"] = dtype
+        result = self.overload(*((a, b) if offs is None else (a, b, offs)), **options)
+        return result if result.dtype == dtype else result.to(dtype)
+
+
+def _differentiate_family(fwd_name: str) -> None:
+    fwd, dgrad, wgrad = (_Product(fwd_name + suffix) for suffix in ("", "_dgrad", "_wgrad"))
+
+    def cast(g: Tensor, operand: Tensor) -> Tensor:
+        """The gradient of an FP32 result of lower operands is cast to them, as torch.mm does."""
+        return g if fwd.mixed or g.dtype == operand.dtype else g.to(operand.dtype)
+
+    def weight_grad(call: Call, g: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
+        """g^T x in the memory order of the weight."""
+        if call.b_transposed:
+            return wgrad(call, x, g, offs, call.b_dtype).transpose(-2, -1)
+        return wgrad(call, g, x, offs, call.b_dtype)
+
+    differentiable(  # y = x w^T
+        fwd_name,
+        lambda call, g, w, offs: dgrad(call, cast(g, w), w, offs, call.a_dtype),
+        lambda call, g, x, offs: weight_grad(call, cast(g, x), x, offs),
+    )
+    differentiable(  # dx = g w; ``ddx`` is the gradient of dx
+        f"{fwd_name}_dgrad",
+        lambda call, ddx, w, offs: fwd(call, cast(ddx, w), w, offs, call.a_dtype),
+        lambda call, ddx, g, offs: weight_grad(call, g, cast(ddx, g), offs),
+    )
+    differentiable(  # dw = g^T x; ``ddw`` is the gradient of dw
+        f"{fwd_name}_wgrad",
+        lambda call, ddw, x, offs: fwd(call, x, cast(ddw, x), offs, call.a_dtype),
+        lambda call, ddw, g, offs: dgrad(call, g, cast(ddw, g), offs, call.b_dtype),
+    )
+
+
+for _family in ("grouped_mm", "router_mm", "dense_mm", "batched_mm"):
+    _differentiate_family(_family)
+
+for _op in OPS.values():
+    if _op.mutates:
+        not_differentiable(
+            _op.name, "detach it, call under torch.no_grad(), or use the form without out"
+        )
+not_differentiable("split_bf16x3", "detach x first (rounding has no useful derivative)")

@@ -1,0 +1,106 @@
+"""Every schema of the namespace ``cake``, and the record of which function serves each operator.
+
+The schemas are defined in one text so that a reader sees the whole surface at once. An operator whose
+name ends in ``_out`` writes its result into ``out``; one whose name ends in ``_`` adds to ``out``. Both
+are operators of their own and not overloads tagged ``out``: AOTInductor lowers such an overload to a C
+shim that does not exist for a Python operator.
+
+An :class:`Op` keeps the *launch* of each device, the function that checks the arguments and computes.
+The dispatcher reaches it through the backend key (``CPU``, ``CUDA``); the autograd kernel of
+:mod:`cake_ops._autograd` calls it directly when nothing stands between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+NAMESPACE = "cake"
+
+SCHEMAS = """
+grouped_mm(Tensor x, Tensor w, Tensor offs, *, bool deterministic=True) -> Tensor
+grouped_mm_out(Tensor x, Tensor w, Tensor offs, *, Tensor(a!) out) -> ()
+grouped_mm_dgrad(Tensor g, Tensor w, Tensor offs) -> Tensor
+grouped_mm_dgrad_out(Tensor g, Tensor w, Tensor offs, *, Tensor(a!) out) -> ()
+grouped_mm_wgrad(Tensor g, Tensor x, Tensor offs, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+grouped_mm_wgrad_out(Tensor g, Tensor x, Tensor offs, *, bool deterministic=True, Tensor(a!) out) -> ()
+grouped_mm_wgrad_(Tensor(a!) out, Tensor g, Tensor x, Tensor offs, *, bool deterministic=True) -> ()
+
+router_mm(Tensor x, Tensor w, *, bool deterministic=True) -> Tensor
+router_mm_out(Tensor x, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
+router_mm_dgrad(Tensor g, Tensor w, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+router_mm_dgrad_out(Tensor g, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
+router_mm_wgrad(Tensor g, Tensor x, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+router_mm_wgrad_out(Tensor g, Tensor x, *, bool deterministic=True, Tensor(a!) out) -> ()
+router_mm_wgrad_(Tensor(a!) out, Tensor g, Tensor x, *, bool deterministic=True) -> ()
+split_bf16x3(Tensor x) -> Tensor
+
+dense_mm(Tensor x, Tensor w, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+dense_mm_out(Tensor x, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
+dense_mm_dgrad(Tensor g, Tensor w, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+dense_mm_dgrad_out(Tensor g, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
+dense_mm_wgrad(Tensor g, Tensor x, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+dense_mm_wgrad_out(Tensor g, Tensor x, *, bool deterministic=True, Tensor(a!) out) -> ()
+
+batched_mm(Tensor x, Tensor w, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+batched_mm_out(Tensor x, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
+batched_mm_dgrad(Tensor g, Tensor w, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+batched_mm_dgrad_out(Tensor g, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
+batched_mm_wgrad(Tensor g, Tensor x, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
+batched_mm_wgrad_out(Tensor g, Tensor x, *, bool deterministic=True, Tensor(a!) out) -> ()
+"""  # noqa: E501  (a schema is one line)
+
+# The keyset an Autograd kernel sees in plain eager mode: nothing but the backend and its autograd key.
+# Every mode, tracer, tensor subclass and transform adds a key (section 6 of the registration notes).
+PLAIN = {
+    device: (
+        DispatchKeySet(getattr(DispatchKey, device))
+        | DispatchKeySet(getattr(DispatchKey, f"Autograd{device}"))
+    ).raw_repr()
+    for device in ("CPU", "CUDA")
+}
+
+
+class Op:
+    """One operator of the namespace.
+
+    Attributes:
+        name: the name without the namespace.
+        overload: the ``OpOverload`` to call, to redispatch, and to register rules for.
+        launch: the function of each device, keyed by the plain keyset of :data:`PLAIN`, so that one
+            dictionary lookup both recognises plain eager mode and finds what to run.
+        mutates: whether the operator writes into its argument ``out``.
+    """
+
+    __slots__ = ("launch", "mutates", "name", "overload")
+
+    def __init__(self, schema: str) -> None:
+        self.name = schema.split("(", 1)[0]
+        LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        self.launch: dict[int, Callable[..., Any]] = {}
+        self.mutates = "(a!)" in schema
+
+    def serve(self, device: str, launch: Callable[..., Any]) -> None:
+        """Makes ``launch`` the function that computes this operator on ``device`` (CPU or CUDA)."""
+        plain, table = PLAIN[device], self.launch
+        table[plain] = launch
+        LIB.impl(self.name, lambda *args, **kwargs: table[plain](*args, **kwargs), device)
+
+
+def _open_library() -> torch.library.Library:
+    try:
+        return torch.library.Library(NAMESPACE, "DEF")
+    except RuntimeError as error:
+        raise ImportError(
+            f"the operator namespace {NAMESPACE!r} is already registered in this process, so a second"
+            f" copy of cake_ops ({__file__}) cannot be loaded beside the first one. Restart Python"
+            " with one copy on sys.path."
+        ) from error
+
+
+LIB = _open_library()
+OPS: dict[str, Op] = {op.name: op for op in map(Op, filter(None, SCHEMAS.splitlines()))}

@@ -1,0 +1,67 @@
+"""Ragged grouped GEMM on the CPU: one ``torch.mm`` for each group, in FP32 (FP64 for FP64 operands).
+
+On the CPU the offsets can be read for nothing, so bad values raise and name the group. All of them are
+read before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._serve import serve
+
+
+def group_ranges(op: str, offs: Tensor, rows: int) -> list[tuple[int, int]]:
+    """``(start, end)`` of every group; raises if the ends decrease or leave ``[0, rows]``."""
+    ranges, start = [], 0
+    for e, end in enumerate(offs.tolist()):
+        if not start <= end <= rows:
+            raise RuntimeError(
+                f"cake::{op}: offs must satisfy 0 <= offs[0] <= .. <= offs[E-1] <= M = {rows};"
+                f" group {e} ends at {end}, the group before it at {start}"
+            )
+        ranges.append((start, end))
+        start = end
+    return ranges
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    acc = torch.promote_types(a.dtype, torch.float32)
+    return torch.mm(a.to(acc), b.to(acc))
+
+
+def _ragged_rows(op: str, y: Tensor, a: Tensor, w: Tensor, offs: Tensor) -> None:
+    """y[m] = a[m] w[e]^T for the rows m of each group e; the rows behind the last group are zero."""
+    end = 0
+    for e, (start, end) in enumerate(group_ranges(op, offs, a.shape[0])):
+        if end > start:
+            y[start:end] = _mm(a[start:end], w[e].t())
+    y[end:].zero_()
+
+
+def grouped_mm(op: str, y: Tensor, accumulate: bool, x: Tensor, w: Tensor, offs: Tensor) -> None:
+    _ragged_rows(op, y, x, w, offs)
+
+
+def grouped_mm_dgrad(
+    op: str, dx: Tensor, accumulate: bool, g: Tensor, w: Tensor, offs: Tensor
+) -> None:
+    _ragged_rows(op, dx, g, w.transpose(1, 2), offs)
+
+
+def grouped_mm_wgrad(
+    op: str, dw: Tensor, accumulate: bool, g: Tensor, x: Tensor, offs: Tensor
+) -> None:
+    """dw[e] (+)= g_e^T x_e; an empty group gives zeros, or leaves the accumulator as it is."""
+    for e, (start, end) in enumerate(group_ranges(op, offs, g.shape[0])):
+        if end > start:
+            product = _mm(g[start:end].t(), x[start:end])
+            dw[e] = dw[e] + product if accumulate else product
+        elif not accumulate:
+            dw[e].zero_()
+
+
+serve("grouped_mm", grouped_mm)
+serve("grouped_mm_dgrad", grouped_mm_dgrad)
+serve("grouped_mm_wgrad", grouped_mm_wgrad)

@@ -1,0 +1,135 @@
+"""FP32 router GEMM: the logits of a MoE gate, in FP32 quality whatever torch's precision switches say.
+
+Rules of all functions here:
+    * operands are FP32 or BF16 in any mix, [T, H] tokens and [N, H] expert weights, of any strides;
+      logits are FP32, gradients have the dtype asked for (autograd: that of their operand).
+    * T = 0 and N = 0 give empty results, an empty contraction zeros.
+    * ``torch.set_float32_matmul_precision``, TF32 and autocast change nothing. Inf and NaN behave as in
+      an FP32 product of torch.
+    * the forward is bitwise the same from run to run in both modes, so that a recomputed forward picks
+      the same experts; ``deterministic=False`` allows gradients that add in arrival order.
+    * bad arguments raise ``RuntimeError`` and nothing is written.
+    * ``out`` (for calls that need no gradient) receives the result and is returned.
+
+The CPU computes in FP64 and rounds once. The three-way BF16 split is that of Henry, Tang and Heinecke,
+"Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations" (2019).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._library import OPS
+
+__all__ = ["router_mm", "router_mm_dgrad", "router_mm_wgrad", "router_mm_wgrad_", "split_bf16x3"]
+
+_fwd, _fwd_out = OPS["router_mm"].overload, OPS["router_mm_out"].overload
+_dgrad, _dgrad_out = OPS["router_mm_dgrad"].overload, OPS["router_mm_dgrad_out"].overload
+_wgrad, _wgrad_out = OPS["router_mm_wgrad"].overload, OPS["router_mm_wgrad_out"].overload
+_wgrad_add = OPS["router_mm_wgrad_"].overload
+_split = OPS["split_bf16x3"].overload
+
+
+def router_mm(
+    x: Tensor, w: Tensor, *, deterministic: bool = True, out: Tensor | None = None
+) -> Tensor:
+    """Forward: ``x @ w.T`` in FP32.
+
+    Args:
+        x: [T, H] FP32 or BF16.
+        w: [N, H] FP32 or BF16, N experts.
+        deterministic: handed to the gradients; the logits are repeatable either way.
+        out: [T, N] FP32, receives the result.
+
+    Returns:
+        logits [T, N], FP32, contiguous. Differentiable in x and w, any number of times.
+    """
+    if out is not None:
+        _fwd_out(x, w, deterministic=deterministic, out=out)
+        return out
+    return _fwd(x, w, deterministic=deterministic)
+
+
+def router_mm_dgrad(
+    g: Tensor,
+    w: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Data gradient: ``g @ w``.
+
+    Args:
+        g: [T, N], the gradient of the logits.
+        w: [N, H].
+        out_dtype: FP32 (default) or BF16.
+        deterministic: see the module.
+        out: [T, H] FP32 or BF16, receives the result.
+
+    Returns:
+        dx [T, H], contiguous.
+    """
+    if out is not None:
+        _dgrad_out(g, w, deterministic=deterministic, out=out)
+        return out
+    return _dgrad(g, w, out_dtype=out_dtype, deterministic=deterministic)
+
+
+def router_mm_wgrad(
+    g: Tensor,
+    x: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Weight gradient: ``g.T @ x``.
+
+    Args:
+        g: [T, N], the gradient of the logits.
+        x: [T, H].
+        out_dtype: FP32 (default) or BF16.
+        deterministic: see the module.
+        out: [N, H] FP32 or BF16, receives the result.
+
+    Returns:
+        dw [N, H], contiguous.
+    """
+    if out is not None:
+        _wgrad_out(g, x, deterministic=deterministic, out=out)
+        return out
+    return _wgrad(g, x, out_dtype=out_dtype, deterministic=deterministic)
+
+
+def router_mm_wgrad_(out: Tensor, g: Tensor, x: Tensor, *, deterministic: bool = True) -> Tensor:
+    """Accumulating weight gradient: ``out += g.T @ x``, rounded once to out's dtype.
+
+    Args:
+        out: [N, H] FP32 or BF16, row-major.
+        g: [T, N], the gradient of the logits.
+        x: [T, H].
+        deterministic: see the module.
+
+    Returns:
+        ``out``.
+    """
+    _wgrad_add(out, g, x, deterministic=deterministic)
+    return out
+
+
+def split_bf16x3(x: Tensor) -> Tensor:
+    """Splits FP32 numbers exactly into three BF16 parts: ``x == parts.double().sum(0)``.
+
+    Exact for zero, for every finite x with abs(x) >= 2**-110 up to FP32's maximum, and below that for
+    every x that is a multiple of 2**-133 (BF16's smallest subnormal). Parts fall in magnitude. Inf and NaN stand
+    in the first part, the others are then zero. Not differentiable.
+
+    Args:
+        x: FP32, any shape.
+
+    Returns:
+        parts [3, *x.shape], BF16, contiguous.
+    """
+    return _split(x)

@@ -1,0 +1,44 @@
+"""Fixtures of all tests: the device, the skip of GPU tests, and NaN in every fresh result.
+
+``Problem.allocate`` makes the result of every operator, so filling what it returns with NaN means that an
+element which a kernel forgets to write cannot pass.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cake_ops._problem import Problem
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each test that takes it runs on the CPU, and on the GPU where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results start as NaN (real tensors only; fakes have no data)."""
+    allocate = Problem.allocate
+
+    def poisoned(self, *tensors, out_dtype=None):
+        out = allocate(self, *tensors, out_dtype=out_dtype)
+        return out.fill_(float("nan")) if type(out) is torch.Tensor and not out.is_meta else out
+
+    monkeypatch.setattr(Problem, "allocate", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -7,8 +7,14 @@ CUDA context.
 """
 
 from ._library import NAMESPACE as NAMESPACE  # first: it stops a second copy of the package
-from . import meta, _formulas, _rules, cpu, cuda, functional, nn, testing  # isort: skip
+
+# These register fakes, gradients, rules and backends.
+from . import meta as meta, _formulas as _formulas, _rules as _rules  # isort: skip
+from . import cpu as cpu, cuda as cuda  # isort: skip
+from . import functional, nn, testing
+
 __version__ = "0.1.0"
+
 from .dense_mm import (
     batched_mm,
     batched_mm_dgrad,
@@ -20,15 +26,20 @@ from .dense_mm import (
 )
 from .grouped_mm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad, grouped_mm_wgrad_
 from .router_mm import router_mm, router_mm_dgrad, router_mm_wgrad, router_mm_wgrad_, split_bf16x3
+from .runtime import Explanation, Prepared, clear_caches, explain, prepare, warmup
 
 __all__ = [
+    "Explanation",
+    "Prepared",
     "__version__",
     "batched_mm",
     "batched_mm_dgrad",
     "batched_mm_wgrad",
+    "clear_caches",
     "dense_mm",
     "dense_mm_dgrad",
     "dense_mm_wgrad",
+    "explain",
     "functional",
     "grouped_mm",
     "grouped_mm_dgrad",
@@ -36,10 +47,12 @@ __all__ = [
     "grouped_mm_wgrad_",
     "linear",
     "nn",
+    "prepare",
     "router_mm",
     "router_mm_dgrad",
     "router_mm_wgrad",
     "router_mm_wgrad_",
     "split_bf16x3",
     "testing",
+    "warmup",
 ]

@@ -19,9 +19,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd, _after_autograd_keyset
+from torch._C import (
+    _after_autograd_keyset,
+    _AutoDispatchBelowAutograd,
+    _will_engine_execute_node,
+)
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks as pop_hooks,
 )
@@ -33,6 +36,7 @@ from torch._C._autograd import (
 )
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from ._library import LIB, OPS, Op
 from ._sharding import register_sharding_once
@@ -65,54 +69,86 @@ def _redispatch(op: Op, keyset: Any, args: tuple[Any, ...], options: dict[str, A
         return op.overload.redispatch(keyset & _after_autograd_keyset, *args, **options)
 
 
+def _redispatch_from_forward(*call: Any) -> Any:
+    """Redispatch with the two grad modes that ``Function.apply`` turned off. What lies below, such as
+    the outer levels of ``torch.func`` transforms, finds them as it does under a built-in operator."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _redispatch(*call)
+
+
+def _wanted(ctx: Any) -> tuple[bool, bool]:
+    """Which of the two gradients this backward pass asks for; ``autograd.grad`` may ask for one alone."""
+    a_needs, b_needs = ctx.needs_input_grad[:2]
+    if not (a_needs and b_needs) or torch.compiler.is_dynamo_compiling():
+        return a_needs, b_needs
+    a_node, b_node = (node for node, _ in ctx.next_functions[:2])
+    return _will_execute(a_node), _will_execute(b_node)
+
+
+def _will_execute(node: Any) -> bool:
+    try:
+        return _will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that ``autograd.grad`` was asked for, or no engine runs
+        return True
+
+
 def differentiable(name: str, grad_a: Gradient, grad_b: Gradient) -> None:
     """Registers the autograd kernel of the operator ``name``, bilinear in its first two arguments."""
     op = OPS[name]
     launches = op.launch
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a, b, offs, options, launch, keyset, replay):  # type: ignore[override]
-            a_needs, b_needs = ctx.needs_input_grad[:2]
-            saved = (a if b_needs else None, b if a_needs else None, offs)
-            if replay is not None:
-                pack, unpack = top_hooks(False)
-                packed = [pack(t) for t in saved if t is not None]  # may stop the recomputation here
-                packed.reverse()
-                push_hooks(lambda _: packed.pop(), unpack)
-                replay.append(True)
-            ctx.save_for_backward(*saved)
-            ctx.call = Call(options, a.dtype, b.dtype, b_needs and is_transposed(b))
-            args = (a, b) if offs is None else (a, b, offs)
-            if launch is not None:
-                return launch(*args, **options)
-            return _redispatch(op, keyset, args, options)
+    def forward(ctx, a, b, offs, options, launch, keyset, pushed):
+        a_needs, b_needs = ctx.needs_input_grad[:2]
+        saved = (a if b_needs else None, b if a_needs else None, offs)
+        hooks = None if pushed is None else top_hooks(False)
+        if hooks is not None:
+            pack, unpack = hooks
+            packed = [pack(t) for t in saved if t is not None]  # may stop the recomputation here
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.call = Call(options, a.dtype, b.dtype, b_needs and is_transposed(b))
+        args = (a, b) if offs is None else (a, b, offs)
+        if launch is not None:
+            y = launch(*args, **options)
+        else:
+            y = _redispatch_from_forward(op, keyset, args, options)
+        if hooks is not None:
+            packed.reverse()
+            push_hooks(lambda _: packed.pop(), unpack)
+            pushed.append(True)
+        return y
 
-        @staticmethod
-        def backward(ctx, g):  # type: ignore[override]
-            a, b, offs = ctx.saved_tensors
-            call = ctx.call
-            a_needs, b_needs = ctx.needs_input_grad[:2]
-            return (
-                grad_a(call, g, b, offs) if a_needs else None,
-                grad_b(call, g, a, offs) if b_needs else None,
-                *(None,) * 5,
-            )
+    def backward(ctx, g):
+        if g is None:
+            return (None,) * 7
+        a, b, offs = ctx.saved_tensors
+        call = ctx.call
+        a_needs, b_needs = _wanted(ctx)
+        return (
+            grad_a(call, g, b, offs) if a_needs else None,
+            grad_b(call, g, a, offs) if b_needs else None,
+            *(None,) * 5,
+        )
 
-    Node.__name__ = Node.__qualname__ = "".join(part.title() for part in name.split("_"))
-    apply = super(torch.autograd.Function, Node).apply  # the C entry: 2 us less than Function.apply
+    node = type(  # named after the operator in graphs, profiles and anomaly reports
+        "".join(part.title() for part in name.split("_")),
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+    apply = super(torch.autograd.Function, node).apply  # the C entry: 2 us less than Function.apply
 
     def with_grad(keyset, launch, a, b, offs, options):
-        if launch is not None and top_hooks(False) is None and peek_interpreter_stack() is None:
+        transformed = peek_interpreter_stack() is not None
+        if launch is not None and not transformed and top_hooks(False) is None:
             return apply(a, b, offs, options, launch, None, None)
-        replay: list[bool] | None = None if top_hooks(False) is None else []
+        pushed: list[bool] = []
         try:
-            if peek_interpreter_stack() is not None:
+            if transformed:
                 with enable_single_level_autograd_function():
-                    return apply(a, b, offs, options, launch, keyset, replay)
-            return apply(a, b, offs, options, launch, keyset, replay)
+                    return apply(a, b, offs, options, launch, keyset, pushed)
+            return apply(a, b, offs, options, launch, keyset, pushed)
         finally:
-            if replay:
+            if pushed:
                 pop_hooks()
 
     def kernel(keyset, a, b, offs=None, **options):
@@ -139,14 +175,16 @@ def not_differentiable(name: str, advice: str) -> None:
     """
     op = OPS[name]
     launches = op.launch
+    names = [argument.name for argument in op.overload._schema.arguments]
 
     def kernel(keyset, *args, **kwargs):
         launch = launches.get(keyset.raw_repr())
         if torch.is_grad_enabled():
-            for t in (*args, *kwargs.values()):
+            for i, t in enumerate((*args, *kwargs.values())):
                 if isinstance(t, Tensor) and t.requires_grad:
+                    arg = (*names[: len(args)], *kwargs)[i]
                     raise RuntimeError(
-                        f"cake::{name}: not differentiable, but an argument requires grad; {advice}"
+                        f"cake::{name}: not differentiable, but {arg} requires grad; {advice}"
                     )
         if launch is not None:
             result = launch(*args, **kwargs)

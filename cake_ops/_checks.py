@@ -55,7 +55,9 @@ def check_size(op: str, arg: str, t: Tensor, dim: int, size: Any, rule: str) -> 
     """Dimension ``dim`` of ``t`` equals ``size``; ``rule`` says where the size comes from."""
     require(
         t.shape[dim] == size,
-        lambda: f"cake::{op}: {arg} must have {rule} = {size} in dimension {dim}, got {shape_of(t)}",
+        lambda: (
+            f"cake::{op}: {arg} must have {rule} = {size} in dimension {dim}, got {shape_of(t)}"
+        ),
     )
 
 
@@ -90,20 +92,17 @@ def check_same_dtype(op: str, a: str, s: Tensor, b: str, t: Tensor) -> None:
 def check_router_float(op: str, arg: str, t: Tensor) -> None:
     require(
         t.dtype in ROUTER_FLOATS,
-        lambda: f"cake::{op}: {arg} must be float32 or bfloat16, got {t.dtype}; cast it with .float()",
+        lambda: (
+            f"cake::{op}: {arg} must be float32 or bfloat16, got {t.dtype}; cast it with .float()"
+        ),
     )
 
 
-def check_out_dtype(op: str, out_dtype: torch.dtype, operand: torch.dtype) -> None:
-    """A result has the operands' dtype, or FP32 for lower operands."""
+def check_out_dtype(op: str, out: Tensor, out_dtype: torch.dtype | None) -> None:
+    """``out_dtype``, where it is given beside ``out``, is the dtype of ``out``."""
     require(
-        out_dtype == operand
-        or (out_dtype == torch.float32 and operand in (torch.bfloat16, torch.float16)),
-        lambda: (
-            f"cake::{op}: out_dtype must be {operand} (that of the operands)"
-            + (", or float32" if operand in (torch.bfloat16, torch.float16) else "")
-            + f", got {out_dtype}"
-        ),
+        out_dtype is None or out_dtype == out.dtype,
+        lambda: f"cake::{op}: out_dtype {out_dtype} contradicts out, which is {out.dtype}",
     )
 
 
@@ -130,6 +129,18 @@ def check_offs(op: str, offs: Tensor, experts: Any, device: torch.device) -> Non
     check_device(op, "offs", offs, device)
 
 
+def check_offs_values(op: str, ends: list[int], rows: int) -> None:
+    """The values of ``offs`` (read on the host) do not decrease and stay within [0, M]."""
+    start = 0
+    for e, end in enumerate(ends):
+        if not start <= end <= rows:
+            raise RuntimeError(
+                f"cake::{op}: offs must satisfy 0 <= offs[0] <= .. <= offs[E-1] <= M = {rows};"
+                f" group {e} ends at {end}, the group before it at {start}"
+            )
+        start = end
+
+
 def check_out(op: str, out: Tensor, shape: Sequence[Any], dtypes: Sequence[torch.dtype]) -> None:
     """``out`` has the result's shape, one of ``dtypes``, and strides a kernel can write: row-major
     matrices (unit stride on the last dimension, no overlap)."""
@@ -144,9 +155,7 @@ def check_out(op: str, out: Tensor, shape: Sequence[Any], dtypes: Sequence[torch
         )
     require(
         out.dtype in dtypes,
-        lambda: (
-            f"cake::{op}: out must be {' or '.join(str(d) for d in dtypes)}, got {out.dtype}"
-        ),
+        lambda: f"cake::{op}: out must be {' or '.join(str(d) for d in dtypes)}, got {out.dtype}",
     )
     last = out.dim() - 1
     span = 1

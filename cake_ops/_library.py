@@ -51,7 +51,7 @@ batched_mm_dgrad(Tensor g, Tensor w, *, ScalarType? out_dtype=None, bool determi
 batched_mm_dgrad_out(Tensor g, Tensor w, *, bool deterministic=True, Tensor(a!) out) -> ()
 batched_mm_wgrad(Tensor g, Tensor x, *, ScalarType? out_dtype=None, bool deterministic=True) -> Tensor
 batched_mm_wgrad_out(Tensor g, Tensor x, *, bool deterministic=True, Tensor(a!) out) -> ()
-"""  # noqa: E501  (a schema is one line)
+"""
 
 # The keyset an Autograd kernel sees in plain eager mode: nothing but the backend and its autograd key.
 # Every mode, tracer, tensor subclass and transform adds a key (section 6 of the registration notes).
@@ -72,16 +72,20 @@ class Op:
         overload: the ``OpOverload`` to call, to redispatch, and to register rules for.
         launch: the function of each device, keyed by the plain keyset of :data:`PLAIN`, so that one
             dictionary lookup both recognises plain eager mode and finds what to run.
+        explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call.
+        prepare: for each device, ``(out, *tensors) -> launch`` of a checked call that writes ``out``.
         mutates: whether the operator writes into its argument ``out``.
     """
 
-    __slots__ = ("launch", "mutates", "name", "overload")
+    __slots__ = ("explain", "launch", "mutates", "name", "overload", "prepare")
 
     def __init__(self, schema: str) -> None:
         self.name = schema.split("(", 1)[0]
         LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self.launch: dict[int, Callable[..., Any]] = {}
+        self.explain: dict[str, Callable[..., Any]] = {}
+        self.prepare: dict[str, Callable[..., Any]] = {}
         self.mutates = "(a!)" in schema
 
     def serve(self, device: str, launch: Callable[..., Any]) -> None:

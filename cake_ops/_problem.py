@@ -69,18 +69,23 @@ class Problem:
         PROBLEMS[name] = self
         self._register_fakes()
 
-    def allocate(self, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Checks a call and returns its uninitialised, contiguous result."""
+    def result(
+        self, *tensors: Tensor, out_dtype: torch.dtype | None = None
+    ) -> tuple[Shape, torch.dtype]:
+        """Checks a call and returns its result's shape and dtype."""
         shape = self.shape(self.name, *tensors)
         dtypes = self.dtypes(tensors[0])
-        if out_dtype is None:
-            out_dtype = dtypes[0]
-        elif out_dtype not in dtypes:
+        if out_dtype is not None and out_dtype not in dtypes:
             raise RuntimeError(
                 f"cake::{self.name}: out_dtype must be {_either(dtypes)} for"
                 f" {tensors[0].dtype} operands, got {out_dtype}"
             )
-        return tensors[0].new_empty(shape, dtype=out_dtype)
+        return shape, out_dtype or dtypes[0]
+
+    def allocate(self, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Checks a call and returns its uninitialised, contiguous result."""
+        shape, dtype = self.result(*tensors, out_dtype=out_dtype)
+        return tensors[0].new_empty(shape, dtype=dtype)
 
     def check_out(self, op: str, out: Tensor, *tensors: Tensor) -> None:
         """Checks a call of the form ``op`` that writes (or adds) into ``out``."""
@@ -103,9 +108,7 @@ class Problem:
 
         for suffix, function in (("", fake), ("_out", fake_out), ("_", fake_accumulate)):
             if self.name + suffix in OPS:
-                torch.library.register_fake(
-                    f"{NAMESPACE}::{self.name}{suffix}", function, lib=LIB
-                )
+                torch.library.register_fake(f"{NAMESPACE}::{self.name}{suffix}", function, lib=LIB)
 
 
 def _either(dtypes: Dtypes) -> str:

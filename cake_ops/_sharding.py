@@ -70,9 +70,7 @@ def register_sharding_once() -> None:
             rows = matrix[suffix]
             if suffix == "mm_wgrad":
                 return [([o], [swap.get(i, i) for i in ins]) for o, ins in rows]
-            return [
-                ([swap.get(o, o)], [swap.get(ins[0], ins[0]), ins[1]]) for o, ins in rows
-            ]
+            return [([swap.get(o, o)], [swap.get(ins[0], ins[0]), ins[1]]) for o, ins in rows]
 
         return strategies
 

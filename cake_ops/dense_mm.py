@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks import check_out_dtype
 from ._library import OPS
 
 __all__ = [
@@ -42,10 +43,7 @@ def _call(
     out: Tensor | None,
 ) -> Tensor:
     if out is not None:
-        if out_dtype not in (None, out.dtype):
-            raise RuntimeError(
-                f"cake::{name}: out_dtype {out_dtype} contradicts out, which is {out.dtype}"
-            )
+        check_out_dtype(f"{name}_out", out, out_dtype)
         OPS[f"{name}_out"].overload(a, b, deterministic=deterministic, out=out)
         return out
     return OPS[name].overload(a, b, out_dtype=out_dtype, deterministic=deterministic)
@@ -124,6 +122,9 @@ def batched_mm_wgrad(
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` on :func:`dense_mm`: x [.., K], w [N, K], bias [N] -> [.., N]."""
+    """``torch.nn.functional.linear`` on :func:`dense_mm`: x [.., K], w [N, K], bias [N] -> [.., N].
+
+    The product is rounded to its dtype (under autocast BF16) before the bias, in that dtype, is added.
+    """
     y = dense_mm(x, w)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)

@@ -16,6 +16,12 @@ __all__ = ["grouped_mm"]
 
 _fwd, _wgrad = OPS["grouped_mm"].overload, OPS["grouped_mm_wgrad"].overload
 _batched = OPS["batched_mm"].overload
+_FORMS = {  # dimensions of mat_a and mat_b -> their shapes
+    (2, 3): ("[M, K]", "[E, K, N]"),
+    (2, 2): ("[N, M]", "[M, K]"),
+    (3, 2): ("[E, N, K]", "[K, M]"),
+    (3, 3): ("[E, M, K]", "[E, K, N]"),
+}
 
 
 def grouped_mm(
@@ -45,12 +51,15 @@ def grouped_mm(
 
     Returns:
         The product, row-major except for the third form, whose result is stored column-major.
-        Differentiable in both operands; gradients have their operand's memory order.
+        Differentiable in both operands; in the ragged forms the gradient of a 3-D operand (the weights)
+        has its operand's memory order.
     """
     if bias is not None:
-        raise RuntimeError("cake_ops.functional.grouped_mm: bias is not supported; add it to the result")
+        raise RuntimeError(
+            "cake_ops.functional.grouped_mm: bias is not supported; add it to the result"
+        )
     forms = (mat_a.dim(), mat_b.dim())
-    if forms not in ((2, 3), (2, 2), (3, 2), (3, 3)):
+    if forms not in _FORMS:
         raise RuntimeError(
             "cake_ops.functional.grouped_mm: mat_a and mat_b must have 2 or 3 dimensions, got"
             f" {list(mat_a.shape)} and {list(mat_b.shape)}"
@@ -78,13 +87,19 @@ def grouped_mm(
 
 def _check_contraction(mat_a: Tensor, mat_b: Tensor) -> None:
     k, b_k = mat_a.shape[-1], mat_b.shape[-2]
+    form_a, form_b = _FORMS[mat_a.dim(), mat_b.dim()]
     hint = ""
-    if type(k) is int and type(mat_b.shape[-1]) is int and mat_b.shape[-1] == k:
+    if (
+        mat_b.dim() == 3
+        and type(k) is int
+        and type(mat_b.shape[-1]) is int
+        and mat_b.shape[-1] == k
+    ):
         hint = "; a weight stored as [E, N, K] is passed as w.transpose(-2, -1)"
     torch._check(
         k == b_k,
         lambda: (
-            f"cake_ops.functional.grouped_mm: mat_b must have K = mat_a.shape[-1] = {k} in dimension"
-            f" -2 (2-D mat_a [M, K] with 3-D mat_b [E, K, N]), got {list(mat_b.shape)}{hint}"
+            f"cake_ops.functional.grouped_mm: mat_b must have {form_a[-2]} = mat_a.shape[-1] = {k} in"
+            f" dimension -2 (mat_a {form_a}, mat_b {form_b}), got {list(mat_b.shape)}{hint}"
         ),
     )

@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks import check_out_dtype
 from ._library import OPS
 
 __all__ = ["grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad", "grouped_mm_wgrad_"]
@@ -103,10 +104,7 @@ def grouped_mm_wgrad(
         dw [E, N, K], contiguous. Empty groups give exact zeros.
     """
     if out is not None:
-        if out_dtype not in (None, out.dtype):
-            raise RuntimeError(
-                f"cake::grouped_mm_wgrad: out_dtype {out_dtype} contradicts out, which is {out.dtype}"
-            )
+        check_out_dtype("grouped_mm_wgrad_out", out, out_dtype)
         _wgrad_out(g, x, offs, deterministic=deterministic, out=out)
         return out
     return _wgrad(g, x, offs, out_dtype=out_dtype, deterministic=deterministic)

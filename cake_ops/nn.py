@@ -74,7 +74,7 @@ class GroupedLinear(nn.Module):
         if self.bias is None:
             return y
         row = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
-        expert = torch.searchsorted(offs, row, right=True)
+        expert = torch.searchsorted(offs.contiguous(), row, right=True)
         padded = torch.cat([self.bias, self.bias.new_zeros(1, self.out_features)])
         return y + padded[expert].to(y.dtype)
 
@@ -98,14 +98,12 @@ class RouterLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> RouterLinear:
         """A gate that shares the parameters of ``linear``."""
-        gate = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, device="meta"
-        )
+        gate = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         gate.weight, gate.bias = linear.weight, linear.bias
         return gate.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.reshape(-1, self.in_features) if input.dim() != 2 else input
+        rows = input[None] if input.dim() == 1 else input.flatten(0, -2)
         logits = router_mm(rows, self.weight, deterministic=self.deterministic)
         if self.bias is not None:
             logits = logits + self.bias.float()

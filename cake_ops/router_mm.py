@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks import check_out_dtype
 from ._library import OPS
 
 __all__ = ["router_mm", "router_mm_dgrad", "router_mm_wgrad", "router_mm_wgrad_", "split_bf16x3"]
@@ -72,6 +73,7 @@ def router_mm_dgrad(
         dx [T, H], contiguous.
     """
     if out is not None:
+        check_out_dtype("router_mm_dgrad_out", out, out_dtype)
         _dgrad_out(g, w, deterministic=deterministic, out=out)
         return out
     return _dgrad(g, w, out_dtype=out_dtype, deterministic=deterministic)
@@ -98,6 +100,7 @@ def router_mm_wgrad(
         dw [N, H], contiguous.
     """
     if out is not None:
+        check_out_dtype("router_mm_wgrad_out", out, out_dtype)
         _wgrad_out(g, x, deterministic=deterministic, out=out)
         return out
     return _wgrad(g, x, out_dtype=out_dtype, deterministic=deterministic)

@@ -1,5 +1,4 @@
-"""What a dense or batched projection GEMM call means: argument rules, result shape and dtype, fakes.
-"""
+"""What a dense or batched projection GEMM call means: argument rules, result shape and dtype, fakes."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def dense_mm(op: str, x: Tensor, w: Tensor) -> Shape:
     check_float(op, "x", x)
     check_same_dtype(op, "x", x, "w", w)
     check_size(op, "w", w, 1, x.shape[-1], "K = x.shape[-1]")
-    return (*_leading(x), w.shape[0])
-
+    return (*x.shape[:-1], w.shape[0])
 
 
 def dense_mm_dgrad(op: str, g: Tensor, w: Tensor) -> Shape:
@@ -35,8 +33,7 @@ def dense_mm_dgrad(op: str, g: Tensor, w: Tensor) -> Shape:
     check_float(op, "g", g)
     check_same_dtype(op, "g", g, "w", w)
     check_size(op, "w", w, 0, g.shape[-1], "N = g.shape[-1]")
-    return (*_leading(g), w.shape[1])
-
+    return (*g.shape[:-1], w.shape[1])
 
 
 def dense_mm_wgrad(op: str, g: Tensor, x: Tensor) -> Shape:
@@ -56,7 +53,6 @@ def dense_mm_wgrad(op: str, g: Tensor, x: Tensor) -> Shape:
     return (g.shape[-1], x.shape[-1])
 
 
-
 def batched_mm(op: str, x: Tensor, w: Tensor) -> Shape:
     """x [L, M, K], w [L, N, K] -> [L, M, N]."""
     check_tensor(op, "x", x, "L M K", x.device)
@@ -68,7 +64,6 @@ def batched_mm(op: str, x: Tensor, w: Tensor) -> Shape:
     return (x.shape[0], x.shape[1], w.shape[1])
 
 
-
 def batched_mm_dgrad(op: str, g: Tensor, w: Tensor) -> Shape:
     """g [L, M, N], w [L, N, K] -> [L, M, K]."""
     check_tensor(op, "g", g, "L M N", g.device)
@@ -78,7 +73,6 @@ def batched_mm_dgrad(op: str, g: Tensor, w: Tensor) -> Shape:
     check_size(op, "w", w, 0, g.shape[0], "L = g.shape[0]")
     check_size(op, "w", w, 1, g.shape[2], "N = g.shape[2]")
     return (g.shape[0], g.shape[1], w.shape[2])
-
 
 
 def batched_mm_wgrad(op: str, g: Tensor, x: Tensor) -> Shape:

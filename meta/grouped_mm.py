@@ -40,7 +40,6 @@ def grouped_mm(op: str, x: Tensor, w: Tensor, offs: Tensor) -> Shape:
     return (x.shape[0], w.shape[1])
 
 
-
 def grouped_mm_dgrad(op: str, g: Tensor, w: Tensor, offs: Tensor) -> Shape:
     """g [M, N], w [E, N, K], offs [E] -> [M, K]."""
     check_tensor(op, "g", g, "M N", g.device)
@@ -52,10 +51,7 @@ def grouped_mm_dgrad(op: str, g: Tensor, w: Tensor, offs: Tensor) -> Shape:
     return (g.shape[0], w.shape[2])
 
 
-
-def grouped_mm_wgrad(
-    op: str, g: Tensor, x: Tensor, offs: Tensor
-) -> Shape:
+def grouped_mm_wgrad(op: str, g: Tensor, x: Tensor, offs: Tensor) -> Shape:
     """g [M, N], x [M, K], offs [E] -> [E, N, K]."""
     check_tensor(op, "g", g, "M N", g.device)
     check_tensor(op, "x", x, "M K", g.device)

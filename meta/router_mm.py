@@ -27,7 +27,6 @@ def router_mm(op: str, x: Tensor, w: Tensor) -> Shape:
     return (x.shape[0], w.shape[0])
 
 
-
 def router_mm_dgrad(op: str, g: Tensor, w: Tensor) -> Shape:
     """g [T, N], w [N, H] -> [T, H]."""
     check_tensor(op, "g", g, "T N", g.device)
@@ -38,7 +37,6 @@ def router_mm_dgrad(op: str, g: Tensor, w: Tensor) -> Shape:
     return (g.shape[0], w.shape[1])
 
 
-
 def router_mm_wgrad(op: str, g: Tensor, x: Tensor) -> Shape:
     """g [T, N], x [T, H] -> [N, H]."""
     check_tensor(op, "g", g, "T N", g.device)
@@ -47,7 +45,6 @@ def router_mm_wgrad(op: str, g: Tensor, x: Tensor) -> Shape:
     check_router_float(op, "x", x)
     check_size(op, "x", x, 0, g.shape[0], "T = g.shape[0]")
     return (g.shape[1], x.shape[1])
-
 
 
 def split_bf16x3(op: str, x: Tensor) -> Shape:

@@ -6,10 +6,15 @@ element which a kernel forgets to write cannot pass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from cake_ops._problem import Problem
+
+pytest.register_assert_rewrite("forms")
+torch.set_num_threads(1)  # the problems are small; on a busy machine two threads cost ten times the time
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,6 +32,29 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+class Place(NamedTuple):
+    """Where a GEMM runs and on what: the CPU takes four dtypes, the GPU BF16."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(Place(torch.device("cpu"), torch.bfloat16), id="cpu-bf16"),
+        pytest.param(Place(torch.device("cpu"), torch.float16), id="cpu-fp16"),
+        pytest.param(Place(torch.device("cpu"), torch.float32), id="cpu-fp32"),
+        pytest.param(Place(torch.device("cpu"), torch.float64), id="cpu-fp64"),
+        pytest.param(
+            Place(torch.device("cuda"), torch.bfloat16), id="cuda-bf16", marks=pytest.mark.gpu
+        ),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    """Each test that takes it runs on every device and dtype of the GEMMs."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results start as NaN (real tensors only; fakes have no data)."""
@@ -34,7 +62,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(self, *tensors, out_dtype=None):
         out = allocate(self, *tensors, out_dtype=out_dtype)
-        return out.fill_(float("nan")) if type(out) is torch.Tensor and not out.is_meta else out
+        if type(out) is torch.Tensor and not out.is_meta:
+            out.data.fill_(float("nan"))  # .data: the version of a result stays 0
+        return out
 
     monkeypatch.setattr(Problem, "allocate", poisoned)
 

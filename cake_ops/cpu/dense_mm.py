@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._serve import serve
+from .._serve import serve
+
+HOW = "one FP32 product"
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -41,9 +43,9 @@ def batched_mm_wgrad(op: str, dw: Tensor, accumulate: bool, g: Tensor, x: Tensor
     dw.copy_(torch.bmm(_wide(g).mT, _wide(x)))
 
 
-serve("dense_mm", dense_mm)
-serve("dense_mm_dgrad", dense_mm_dgrad)
-serve("dense_mm_wgrad", dense_mm_wgrad)
-serve("batched_mm", batched_mm)
-serve("batched_mm_dgrad", batched_mm_dgrad)
-serve("batched_mm_wgrad", batched_mm_wgrad)
+serve("CPU", "dense_mm", dense_mm, HOW)
+serve("CPU", "dense_mm_dgrad", dense_mm_dgrad, HOW)
+serve("CPU", "dense_mm_wgrad", dense_mm_wgrad, HOW)
+serve("CPU", "batched_mm", batched_mm, HOW)
+serve("CPU", "batched_mm_dgrad", batched_mm_dgrad, HOW)
+serve("CPU", "batched_mm_wgrad", batched_mm_wgrad, HOW)

@@ -9,21 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._serve import serve
+from .._checks import check_offs_values
+from .._serve import serve
+
+HOW = "one FP32 product for each group"
 
 
-def group_ranges(op: str, offs: Tensor, rows: int) -> list[tuple[int, int]]:
-    """``(start, end)`` of every group; raises if the ends decrease or leave ``[0, rows]``."""
-    ranges, start = [], 0
-    for e, end in enumerate(offs.tolist()):
-        if not start <= end <= rows:
-            raise RuntimeError(
-                f"cake::{op}: offs must satisfy 0 <= offs[0] <= .. <= offs[E-1] <= M = {rows};"
-                f" group {e} ends at {end}, the group before it at {start}"
-            )
-        ranges.append((start, end))
-        start = end
-    return ranges
+def _group_ranges(op: str, offs: Tensor, rows: int) -> list[tuple[int, int]]:
+    """``(start, end)`` of every group."""
+    ends = offs.tolist()
+    check_offs_values(op, ends, rows)
+    return list(zip([0, *ends], ends))  # noqa: B905  (the last end starts nothing)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -34,7 +30,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 def _ragged_rows(op: str, y: Tensor, a: Tensor, w: Tensor, offs: Tensor) -> None:
     """y[m] = a[m] w[e]^T for the rows m of each group e; the rows behind the last group are zero."""
     end = 0
-    for e, (start, end) in enumerate(group_ranges(op, offs, a.shape[0])):
+    for e, (start, end) in enumerate(_group_ranges(op, offs, a.shape[0])):
         if end > start:
             y[start:end] = _mm(a[start:end], w[e].t())
     y[end:].zero_()
@@ -54,7 +50,7 @@ def grouped_mm_wgrad(
     op: str, dw: Tensor, accumulate: bool, g: Tensor, x: Tensor, offs: Tensor
 ) -> None:
     """dw[e] (+)= g_e^T x_e; an empty group gives zeros, or leaves the accumulator as it is."""
-    for e, (start, end) in enumerate(group_ranges(op, offs, g.shape[0])):
+    for e, (start, end) in enumerate(_group_ranges(op, offs, g.shape[0])):
         if end > start:
             product = _mm(g[start:end].t(), x[start:end])
             dw[e] = dw[e] + product if accumulate else product
@@ -62,6 +58,6 @@ def grouped_mm_wgrad(
             dw[e].zero_()
 
 
-serve("grouped_mm", grouped_mm)
-serve("grouped_mm_dgrad", grouped_mm_dgrad)
-serve("grouped_mm_wgrad", grouped_mm_wgrad)
+serve("CPU", "grouped_mm", grouped_mm, HOW)
+serve("CPU", "grouped_mm_dgrad", grouped_mm_dgrad, HOW)
+serve("CPU", "grouped_mm_wgrad", grouped_mm_wgrad, HOW)

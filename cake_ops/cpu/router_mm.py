@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._serve import serve
+from .._serve import serve
+
+HOW = "FP64 products, rounded once"
 
 
 def router_mm(op: str, y: Tensor, accumulate: bool, x: Tensor, w: Tensor) -> None:
@@ -40,7 +42,7 @@ def split_bf16x3(op: str, parts: Tensor, accumulate: bool, x: Tensor) -> None:
         rest = torch.where(finite, rest - part.float(), 0.0)
 
 
-serve("router_mm", router_mm)
-serve("router_mm_dgrad", router_mm_dgrad)
-serve("router_mm_wgrad", router_mm_wgrad)
-serve("split_bf16x3", split_bf16x3)
+serve("CPU", "router_mm", router_mm, HOW)
+serve("CPU", "router_mm_dgrad", router_mm_dgrad, HOW)
+serve("CPU", "router_mm_wgrad", router_mm_wgrad, HOW)
+serve("CPU", "split_bf16x3", split_bf16x3, "bit operations")

@@ -1,0 +1,61 @@
+"""Turns one compute function into the launches of an operator in all its forms, plain, ``_out`` and ``_``.
+
+For backends that compute through torch; the CUDA kernels have launches of their own, which check a call only
+when its geometry is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView
+
+from ._explanation import Explanation
+from ._library import OPS
+from ._problem import PROBLEMS
+
+Compute = Callable[..., None]
+"""``(op, out, accumulate, *tensors)`` writes the result into ``out``, or adds it with ``accumulate``."""
+
+
+def serve(device: str, name: str, function: Compute, how: str) -> None:
+    """Registers ``function`` as the kernel of the operator ``name`` on ``device`` (CPU or CUDA).
+
+    ``how`` says in a few words how it computes; :func:`cake_ops.explain` shows it.
+    """
+    problem = PROBLEMS[name]
+
+    def compute(*call) -> None:
+        with (
+            _AutoDispatchBelowADInplaceOrView()
+        ):  # a result is new to autograd: its version stays 0
+            function(*call)
+
+    def launch(*tensors: Tensor, out_dtype=None, deterministic=True) -> Tensor:
+        out = problem.allocate(*tensors, out_dtype=out_dtype)
+        compute(name, out, False, *tensors)
+        return out
+
+    def launch_out(*tensors: Tensor, out: Tensor, deterministic=True) -> None:
+        write(f"{name}_out", out, False, tensors)
+
+    def launch_accumulate(out: Tensor, *tensors: Tensor, deterministic=True) -> None:
+        write(f"{name}_", out, True, tensors)
+
+    def write(op: str, out: Tensor, accumulate: bool, tensors: tuple[Tensor, ...]) -> None:
+        problem.check_out(op, out, *tensors)
+        problem.check_no_overlap(op, out, *tensors)
+        compute(op, out, accumulate, *tensors)
+
+    def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
+        problem.result(*tensors, out_dtype=out_dtype)
+        return Explanation("torch", how)
+
+    def prepare(out: Tensor, *tensors: Tensor) -> Callable[[], None]:
+        return lambda: compute(name, out, False, *tensors)
+
+    OPS[name].explain[device], OPS[name].prepare[device] = explain, prepare
+    for suffix, form in (("", launch), ("_out", launch_out), ("_", launch_accumulate)):
+        if name + suffix in OPS:
+            OPS[name + suffix].serve(device, form)

@@ -1,0 +1,178 @@
+"""``python -m cake_ops.bench host``: what one eager call costs on the host.
+
+Without a GPU the launches are replaced by ones that only allocate (`cake_ops.testing.null_kernels`):
+what remains is the dispatcher, autograd and the allocation. The yardstick is torch.mm of 2 x 2
+matrices, in the same process and in rounds that alternate with cake's, because a host's speed drifts.
+With a CUDA device the real kernels are compared as well, with torch._grouped_mm and torch.mm of the
+same sizes. Ratios are formed round by round and given as their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+import cake_ops
+from cake_ops.testing import null_kernels
+
+from .timing import arm_order
+
+__all__ = ["Budget", "add_arguments", "judge", "main", "rounds_us"]
+
+Call = tuple[Callable[..., object], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An upper bound of cake's time over a yardstick's in one process, and what to aim at."""
+
+    yardstick: str
+    limit: float
+    goal: float | None = None
+
+
+# Null kernels on a CPU, and real ones on an H200; with grad means a forward call that builds a graph.
+NULL_BUDGETS = {"no grad": Budget("torch.mm", 4.5), "grad": Budget("torch.mm", 5.0)}
+CUDA_BUDGETS = {
+    "no grad": Budget("torch._grouped_mm", 0.65, 0.5),
+    "grad": Budget("torch._grouped_mm", 0.8, 0.6),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=11, help="default %(default)s")
+    parser.add_argument(
+        "--calls", type=int, default=20_000, help="null-kernel calls a round (default %(default)s)"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 past a budget")
+
+
+def main(args: argparse.Namespace) -> int:
+    print(f"torch {torch.__version__}, cake_ops {cake_ops.__version__}, host us a call")
+    print(f"\nnull kernels on the CPU: {args.rounds} rounds of {args.calls} calls, medians")
+    with null_kernels():
+        within = _report(null_cases(), NULL_BUDGETS, args.calls, args.rounds)
+    if torch.cuda.is_available():
+        # A round must stay under the 1024 launches that CUDA queues: torch._grouped_mm makes two.
+        name = torch.cuda.get_device_name()
+        print(f"\nreal kernels on {name}: E 8, M 512, N 512, K 512, rounds of 400 calls, medians")
+        within &= _report(cuda_cases(), CUDA_BUDGETS, 400, 3 * args.rounds, torch.cuda.synchronize)
+        _report_breakdown()
+    return int(args.check and not within)
+
+
+def null_cases() -> dict[str, dict[str, Call]]:
+    """Arms by mode, on tensors so small that allocation and dispatch are all there is."""
+    cases = {}
+    for mode in NULL_BUDGETS:
+        grad = mode == "grad"
+        a, b = (torch.randn(2, 2, requires_grad=grad) for _ in range(2))
+        x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=grad)
+        w = torch.randn(2, 8, 8, dtype=torch.bfloat16, requires_grad=grad)
+        offs = torch.tensor([2, 4], dtype=torch.int32)
+        cases[mode] = {
+            "cake": (torch.ops.cake.grouped_mm, (x, w, offs)),
+            "torch.mm": (torch.mm, (a, b)),
+        }
+    return cases
+
+
+def cuda_cases() -> dict[str, dict[str, Call]]:
+    """Arms by mode with the real kernels, on a problem that the GPU finishes before the host.
+
+    torch._grouped_mm wants its weight as [E, K, N]: the view is made once, outside the calls.
+    """
+    experts, m, n, k = 8, 512, 512, 512
+    cases = {}
+    for mode in CUDA_BUDGETS:
+        grad = mode == "grad"
+
+        def normal(*shape: int, grad: bool = grad) -> Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+
+        x, w, w_mm = normal(m, k), normal(experts, n, k), normal(k, n)
+        offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (m // experts)
+        cases[mode] = {
+            "cake": (torch.ops.cake.grouped_mm, (x, w, offs)),
+            "torch._grouped_mm": (torch._grouped_mm, (x, w.transpose(-2, -1), offs)),
+            "torch.mm": (torch.mm, (x, w_mm)),
+        }
+    return cases
+
+
+def rounds_us(
+    arms: Mapping[str, Call],
+    calls: int,
+    rounds: int,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Microseconds of one call by arm, a figure per round; the arms take turns inside a round."""
+    for fn, tensors in arms.values():
+        for _ in range(min(calls, 100)):  # caches, lazily loaded kernels
+            fn(*tensors)
+    us: dict[str, list[float]] = {name: [] for name in arms}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for i in range(rounds):
+            for name in arm_order(list(arms), i):
+                fn, tensors = arms[name]
+                synchronize()
+                begin = time.perf_counter()
+                for _ in repeat(None, calls):
+                    fn(*tensors)
+                us[name].append((time.perf_counter() - begin) / calls * 1e6)
+    finally:
+        synchronize()
+        if collecting:
+            gc.enable()
+    return us
+
+
+def judge(us: Mapping[str, Sequence[float]], budget: Budget) -> tuple[float, bool]:
+    """cake's median ratio to the budget's yardstick, and whether it is within the limit."""
+    pairs = zip(us["cake"], us[budget.yardstick], strict=True)
+    ratio = statistics.median(cake / yardstick for cake, yardstick in pairs)
+    return ratio, ratio <= budget.limit
+
+
+def _report(
+    cases: Mapping[str, Mapping[str, Call]],
+    budgets: Mapping[str, Budget],
+    calls: int,
+    rounds: int,
+    synchronize: Callable[[], None] = lambda: None,
+) -> bool:
+    """Print a line per mode; return whether all are within their budgets."""
+    within_all = True
+    for mode, arms in cases.items():
+        us = rounds_us(arms, calls, rounds, synchronize)
+        budget = budgets[mode]
+        ratio, within = judge(us, budget)
+        within_all &= within
+        times = ", ".join(f"{name} {statistics.median(values):.2f}" for name, values in us.items())
+        goal = "" if budget.goal is None else f", goal {budget.goal:.2f}"
+        verdict = "within" if within else "OVER"
+        print(
+            f"  {mode:8} {times}; cake / {budget.yardstick} {ratio:.2f} "
+            f"({verdict} the budget of {budget.limit:.2f}{goal})"
+        )
+    return within_all
+
+
+def _report_breakdown() -> None:
+    """Print where an eager call's host time goes, if the CUDA backend can tell."""
+    host_breakdown = getattr(cake_ops.cuda, "host_breakdown", None)
+    if host_breakdown is None:
+        return
+    print("\nwhere a cake call without grad spends it, us")
+    for part, us in host_breakdown().items():
+        print(f"  {part:16} {us:6.2f}")

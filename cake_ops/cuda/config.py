@@ -1,0 +1,247 @@
+"""Plans a grouped GEMM launch: which kernel, which tensor maps, how many CTAs. Pure functions.
+
+Nothing here imports torch or CUDA, so all of it is tested on the CPU. The kernels are those of
+``csrc/kernels/sm90_grouped_gemm.cu`` (layouts "nt" and "nn") and ``sm90_grouped_gemm_wgrad.cu`` ("tn"); their
+headers state the same geometry from the device's side.
+
+Throughout, M, N, K and E are the kernel's own: M ragged rows in all groups, and
+
+======  ==========================  ==================  ===================================================
+layout  result                      contraction         used for
+======  ==========================  ==================  ===================================================
+nt      ``D[M, N]``                 K, contiguous in B  fwd with ``w[E, N, K]``
+nn      ``D[M, N]``                 K, rows of B        dgrad (N, K swapped), fwd with ``w`` stored transposed
+tn      ``dW[E, N, K]``             rows of a group     wgrad
+======  ==========================  ==================  ===================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Layout = Literal["nt", "nn", "tn"]
+Output = Literal["bf16_store", "bf16_add", "f32_store", "f32_add"]
+
+THREADS = 384  # two math warpgroups and the producer's
+TILE_K = 64  # contraction steps of a stage: one 128-byte swizzled row of bf16
+SMEM_LIMIT = 232448  # 227 KB, all that one Hopper CTA can have
+MAX_ROWS = 1 << 30  # M; a ragged group's rows count down from here in the tensor map
+
+RAGGED_ROWS = 1 << 30
+RAGGED_EXTENT = 0x7FFF0000
+RAGGED_ELEMENTS = 1 << 34
+
+_STAGING_BYTES = 2 * 16384  # two 8 KB buffers for each math warpgroup
+_GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """A kernel instance: its layout, its output (tn only) and its policy.
+
+    A CTA makes tiles of ``tile_m`` x ``tile_n`` from a ring of ``num_stages`` k-blocks of 64. The
+    ``cluster_m`` CTAs of a cluster make tiles one below the other and share the loads of B.
+    """
+
+    layout: Layout
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    cluster_m: int
+    output: Output = "bf16_store"
+
+    @property
+    def name(self) -> str:
+        prefix = self.output if self.layout == "tn" else self.layout
+        return f"{prefix}_{self.tile_m}x{self.tile_n}_c{self.cluster_m}"
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's symbol and the stem of its cubin."""
+        kernel = "sm90_grouped_gemm_wgrad" if self.layout == "tn" else "sm90_grouped_gemm"
+        return f"{kernel}_{self.name}"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        stages = self.num_stages * (self.tile_m + self.tile_n) * 2 * TILE_K
+        barriers = self.num_stages * 2 * 8
+        order = _GROUP_ORDER_BYTES if self.layout == "tn" else 0
+        return stages + _STAGING_BYTES + barriers + order
+
+
+# (tile_m, tile_n, num_stages, cluster_m), the policies that csrc/instances.cmake builds.
+_RAGGED_M_POLICIES = (
+    (128, 256, 4, 2),
+    (128, 256, 4, 1),
+    (128, 128, 6, 1),
+    (64, 256, 4, 1),
+    (64, 128, 8, 1),
+)
+_RAGGED_K_POLICIES = ((128, 256, 4, 2), (128, 128, 6, 1))
+
+
+def policies(layout: Layout, output: Output = "bf16_store") -> tuple[GroupedConfig, ...]:
+    """Returns every built configuration of ``layout`` (and, for "tn", ``output``)."""
+    table = _RAGGED_K_POLICIES if layout == "tn" else _RAGGED_M_POLICIES
+    return tuple(GroupedConfig(layout, *policy, output) for policy in table)
+
+
+def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
+    """Whether ``config`` computes the problem: the one statement of the kernels' limits.
+
+    TMA needs rows of whole 16-byte units, so N and K are multiples of 8; the tensor maps of ragged
+    groups hold 2^30 rows; a scheduler counts tiles in 32 bits.
+    """
+    tile_m = 128 if config.layout == "tn" else config.tile_m
+    return (
+        config.tile_m in (64, 128)
+        and tile_m == config.tile_m
+        and config.tile_n in ((128, 256) if config.layout != "tn" else (64, 128, 256))
+        and config.cluster_m in (1, 2)
+        and config.tile_n % (64 * config.cluster_m) == 0
+        and config.smem_bytes <= SMEM_LIMIT
+        and (config.layout == "tn" or config.output == "bf16_store")
+        and 0 <= M <= MAX_ROWS
+        and min(N, K) > 0
+        and N % 8 == K % 8 == 0
+        and E > 0
+        and max_tiles(config, M, N, K, E) < 2**31
+    )
+
+
+def max_tiles(config: GroupedConfig, M: int, N: int, K: int, E: int) -> int:
+    """Returns the most cluster tiles that any offsets can give."""
+    rows = config.tile_m * config.cluster_m
+    if config.layout == "tn":
+        return E * _ceil_div(N, rows) * _ceil_div(K, config.tile_n)
+    # Every non-empty group, and the rows past the last one, may end in a partial tile.
+    return (M // rows + min(E + 1, M)) * _ceil_div(N, config.tile_n)
+
+
+def grid(config: GroupedConfig, M: int, N: int, K: int, E: int, num_sms: int) -> int:
+    """Returns the CTAs to launch, in one dimension: one an SM, no cluster without a tile."""
+    clusters = min(num_sms // config.cluster_m, max_tiles(config, M, N, K, E))
+    return max(clusters, 1) * config.cluster_m
+
+
+@lru_cache(maxsize=4096)
+def select_config(
+    layout: Layout,
+    M: int,
+    N: int,
+    K: int,
+    E: int,
+    num_sms: int,
+    output: Output = "bf16_store",
+) -> GroupedConfig:
+    """Returns the configuration with the least estimated time; ties go to the larger tile.
+
+    The offsets are on the device, so the estimate takes the groups as equal.
+
+    Raises:
+        ValueError: no configuration computes the problem.
+    """
+    valid = [c for c in policies(layout, output) if is_valid(c, M, N, K, E)]
+    if not valid:
+        raise ValueError(f"no {layout} kernel for M={M}, N={N}, K={K}, E={E}")
+    return min(valid, key=lambda c: estimated_cycles(c, M, N, K, E, num_sms))
+
+
+def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_sms: int) -> float:
+    """Returns a model of the time, in SM clocks: rounds of tiles, times the cost of a tile.
+
+    A k-block takes the longer of its products (2048 multiply-adds a clock and SM) and its loads from L2
+    (about 48 bytes a clock and SM). A tile adds the part of its epilogue that nothing hides and, when
+    it is the cluster's only one, the latency of filling the ring.
+    """
+    rows = config.tile_m * config.cluster_m
+    if config.layout == "tn":
+        k_blocks = _ceil_div(_ceil_div(M, E), TILE_K)
+        tiles = max_tiles(config, M, N, K, E)
+    else:
+        groups = max(min(E, M), 1)
+        k_blocks = _ceil_div(K, TILE_K)
+        tiles = groups * _ceil_div(_ceil_div(M, groups), rows) * _ceil_div(N, config.tile_n)
+    rounds = _ceil_div(tiles, max(num_sms // config.cluster_m, 1))
+    products = config.tile_m * config.tile_n * TILE_K / 2048
+    loads = (config.tile_m + config.tile_n / config.cluster_m) * 2 * TILE_K / 48
+    epilogue = config.tile_m * config.tile_n / 32
+    return rounds * (k_blocks * max(products, loads) + epilogue) + 2000
+
+
+# ---- tensor maps ----
+
+
+@dataclass(frozen=True)
+class TensorMapGeometry:
+    """What cuTensorMapEncodeTiled needs besides the address: innermost dimension first.
+
+    ``strides`` are in bytes and begin with the second dimension. Every map has element strides of one,
+    no interleave, the 128-byte swizzle, 256-byte L2 promotion and zero fill out of bounds.
+    """
+
+    dtype: Literal["bf16", "f32"]
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: str = "128B"
+    l2_promotion: str = "L2_256B"
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+
+def rows_map(rows: int, columns: int, ld: int) -> TensorMapGeometry:
+    """Map of A or D of the layouts nt and nn: bf16 ``[rows, columns]``, row stride ``ld`` elements."""
+    return TensorMapGeometry("bf16", (columns, rows), (2 * _stride(rows, ld, columns),), (64, 64))
+
+
+def weight_map(
+    config: GroupedConfig, N: int, K: int, E: int, ld: int, outer: int
+) -> TensorMapGeometry:
+    """Map of B: bf16 ``[E, N, K]`` (nt) or ``[E, K, N]`` (nn), strides ``outer`` and ``ld`` elements."""
+    columns, rows = (K, N) if config.layout == "nt" else (N, K)
+    box_rows = config.tile_n // config.cluster_m if config.layout == "nt" else 64
+    ld = _stride(rows, ld, columns)
+    strides = (2 * ld, 2 * _stride(E, outer, rows * ld))
+    return TensorMapGeometry("bf16", (columns, rows, E), strides, (64, box_rows, 1))
+
+
+def ragged_map(columns: int, ld: int) -> TensorMapGeometry:
+    """Map of G or X of the layout tn: bf16 ``[M, columns]`` whose groups the hardware bounds.
+
+    The device passes ``(column, 2^30 - length + k, end, 2^30)`` for row k of the group of ``length`` rows
+    that ends before row ``end``. The strides make that the address of row ``end - length + k``, modulo
+    2^64 elements, and rows from ``length`` on lie outside the second dimension. M does not occur, so the
+    map of an empty tensor is the same, at any valid address.
+    """
+    ld = max(ld, 8)
+    return TensorMapGeometry(
+        "bf16",
+        (columns, RAGGED_ROWS, RAGGED_EXTENT, RAGGED_EXTENT),
+        (2 * ld, 2 * ld, 2 * (RAGGED_ELEMENTS - ld)),
+        (64, 64, 1, 1),
+    )
+
+
+def output_map(
+    config: GroupedConfig, N: int, K: int, E: int, ld: int, outer: int
+) -> TensorMapGeometry:
+    """Map of the layout tn's result ``dW[E, N, K]``, strides ``outer`` and ``ld`` elements."""
+    dtype, size = ("f32", 4) if config.output.startswith("f32") else ("bf16", 2)
+    ld = _stride(N, ld, K)
+    strides = (size * ld, size * _stride(E, outer, N * ld))
+    return TensorMapGeometry(dtype, (K, N, E), strides, (128 // size, 64, 1))
+
+
+def _stride(extent: int, stride: int, packed: int) -> int:
+    """A dimension of one element may carry any stride; a tensor map wants a plausible one."""
+    return stride if extent > 1 else packed
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,55 @@
+"""Right results through torch, for GPUs without kernels of their own; announced once by a warning.
+
+Nothing here reads ``offs`` on the host. Products with an FP32 result or an accumulator cost a whole GEMM for
+each expert, since torch has no grouped GEMM with an FP32 result.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .device import no_kernels_reason
+
+
+@functools.cache
+def _announce(device: int) -> None:
+    warnings.warn(
+        f"cake_ops: {no_kernels_reason(device)}; grouped GEMMs run through torch there",
+        stacklevel=2,
+    )
+
+
+def pad8(t: Tensor, *dims: int) -> Tensor:
+    """``t`` with zeros up to the next multiple of 8 in the given dimensions, contiguous."""
+    padding = [0, 0] * t.dim()
+    for dim in dims:
+        padding[2 * (t.dim() - 1 - dim) + 1] = -t.shape[dim] % 8
+    return F.pad(t, padding).contiguous()
+
+
+def ragged_rows(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+    """y [M, N] = a [M, K] times b [E, N, K] transposed, for the rows of each group."""
+    _announce(y.get_device())
+    product = torch._grouped_mm(pad8(a, 1), pad8(b, 1, 2).transpose(1, 2), offs=offs.contiguous())
+    y.copy_(product[:, : y.shape[1]])
+    row = torch.arange(y.shape[0], device=y.device)
+    y.masked_fill_((row >= offs[-1]).unsqueeze(1), 0)
+
+
+def ragged_columns(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool) -> None:
+    """dw [E, N, K] (+)= g [M, N] transposed times x [M, K], for the rows of each group."""
+    _announce(dw.get_device())
+    row = torch.arange(g.shape[0], device=g.device).unsqueeze(1)
+    start = offs.new_zeros(())
+    for e, end in enumerate(offs.unbind()):
+        inside = (row >= start) & (row < end)
+        product = torch.mm(
+            torch.where(inside, g, 0).t(), torch.where(inside, x, 0), out_dtype=torch.float32
+        )
+        dw[e] = dw[e] + product if accumulate else product
+        start = end

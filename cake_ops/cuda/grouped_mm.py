@@ -1,0 +1,133 @@
+"""Grouped GEMM on CUDA: the launches of every form of the three operators.
+
+A launch finds its route by the call's geometry; only a geometry that is new is checked and planned. So a
+repeated call costs a key, an allocation and a kernel launch. ``CAKE_CHECK_OFFS=1`` in the environment also
+checks the values of ``offs`` at every call, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .._checks import check_offs_values
+from .._explanation import Explanation
+from .._library import OPS
+from .._problem import PROBLEMS
+from .config import policies
+from .device import no_kernels_reason
+from .driver import kernel
+from .grouped_routes import (
+    columns_add_route,
+    columns_route,
+    dgrad_route,
+    into_route,
+    rows_route,
+)
+from .routes import Route, RouteCache, call_key
+
+CHECK_OFFS = os.environ.get("CAKE_CHECK_OFFS") == "1"
+
+MakeRoute = Callable[[Tensor, Tensor, Tensor, Tensor], Route]
+
+
+def load_kernels(device: int) -> None:
+    """Loads every grouped kernel, if the device has them."""
+    if no_kernels_reason(device):
+        return
+    outputs = ("bf16_store", "bf16_add", "f32_store", "f32_add")
+    for config in (
+        *policies("nt"),
+        *policies("nn"),
+        *(config for output in outputs for config in policies("tn", output)),
+    ):
+        kernel(config.symbol, device, config.smem_bytes)
+
+
+def _check_offs(op: str, offs: Tensor, rows: int) -> None:
+    if CHECK_OFFS and not torch.cuda.is_current_stream_capturing():
+        check_offs_values(op, offs.tolist(), rows)
+
+
+def _serve_plain(name: str, make: MakeRoute) -> None:
+    """The form that allocates its result."""
+    problem = PROBLEMS[name]
+
+    def make_route(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None) -> Route:
+        return make(problem.allocate(a, b, offs, out_dtype=out_dtype), a, b, offs)
+
+    routes = RouteCache(make_route, name)
+
+    def find(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Route:
+        key = (out_dtype, *call_key(a, b, offs))
+        return routes.get(key) or routes.add(key, a, b, offs, out_dtype)
+
+    def launch_rows(a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True) -> Tensor:
+        route = find(a, b, offs)
+        if CHECK_OFFS:
+            _check_offs(name, offs, a.shape[0])
+        out = a.new_empty(a.shape[0], b.shape[columns])
+        route.run(out, a, b, offs)
+        return out
+
+    def launch_columns(
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        deterministic: bool = True,
+    ) -> Tensor:
+        route = find(a, b, offs, out_dtype)
+        if CHECK_OFFS:
+            _check_offs(name, offs, a.shape[0])
+        out = a.new_empty((offs.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
+        route.run(out, a, b, offs)
+        return out
+
+    def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
+        return find(*tensors, out_dtype).explanation
+
+    def prepare(out: Tensor, *tensors: Tensor) -> Callable[[], None]:
+        return partial(into_route(make, out, *tensors).run, out, *tensors)
+
+    columns = -1 if name.endswith("dgrad") else -2
+    op = OPS[name]
+    op.serve("CUDA", launch_columns if name.endswith("wgrad") else launch_rows)
+    op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare
+
+
+def _serve_into(op: str, name: str, make: MakeRoute) -> None:
+    """A form ``op`` of the operator ``name`` that writes or adds into a tensor of the caller."""
+    problem = PROBLEMS[name]
+
+    def write(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+        problem.check_out(op, out, a, b, offs)
+        problem.check_no_overlap(op, out, a, b, offs)
+        _check_offs(op, offs, a.shape[0])
+        into_route(make, out, a, b, offs).run(out, a, b, offs)
+
+    def launch_out(
+        a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True, out: Tensor
+    ) -> None:
+        write(out, a, b, offs)
+
+    def launch_accumulate(
+        out: Tensor, a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True
+    ) -> None:
+        write(out, a, b, offs)
+
+    OPS[op].serve("CUDA", launch_out if op.endswith("_out") else launch_accumulate)
+
+
+_serve_plain("grouped_mm", rows_route)
+_serve_plain("grouped_mm_dgrad", dgrad_route)
+_serve_plain("grouped_mm_wgrad", columns_route)
+_serve_into("grouped_mm_out", "grouped_mm", rows_route)
+_serve_into("grouped_mm_dgrad_out", "grouped_mm_dgrad", dgrad_route)
+_serve_into("grouped_mm_wgrad_out", "grouped_mm_wgrad", columns_route)
+_serve_into("grouped_mm_wgrad_", "grouped_mm_wgrad", columns_add_route)

@@ -1,0 +1,94 @@
+"""Routes: how a call is served, decided once for each geometry and kept in bounded caches.
+
+A route is found by the call's own tensors (shapes, strides, dtypes, devices, alignment), never by their
+identity, and holds none of them. A call with other tensors of the same geometry runs the same route with
+its own addresses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._explanation import Explanation
+
+MAX_ROUTES = 1024
+
+CACHES: dict[str, RouteCache] = {}
+"""The caches by operator."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one geometry of a call is served.
+
+    Attributes:
+        run: ``(out, *tensors)`` serves the call.
+        explanation: what :func:`cake_ops.explain` says of it.
+    """
+
+    run: Callable[..., Any]
+    explanation: Explanation
+
+
+class RouteCache:
+    """The routes of one operator, bounded: the oldest half goes when it is full."""
+
+    __slots__ = ("_lock", "_make", "_routes", "get")
+
+    def __init__(self, make: Callable[..., Route], name: str) -> None:
+        self._routes: dict[Any, Route] = {}
+        self._make = make
+        self._lock = threading.Lock()
+        self.get = self._routes.get
+        CACHES[name] = self
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def add(self, key: Any, *call: Any) -> Route:
+        route = self._make(*call)
+        with self._lock:
+            if len(self._routes) >= MAX_ROUTES:
+                for old in list(self._routes)[: MAX_ROUTES // 2]:
+                    del self._routes[old]
+            self._routes[key] = route
+        return route
+
+    def clear(self) -> None:
+        with self._lock:
+            self._routes.clear()
+
+
+def call_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
+    """The geometry of three tensors."""
+    return (
+        a.shape,
+        b.shape,
+        c.shape,
+        a.stride(),
+        b.stride(),
+        c.stride(),
+        a.dtype,
+        b.dtype,
+        c.dtype,
+        a.get_device(),
+        b.get_device(),
+        c.get_device(),
+        (a.data_ptr() | b.data_ptr()) & 15,
+    )
+
+
+def out_key(out: Tensor) -> tuple[Any, ...]:
+    """The geometry of a tensor that is written."""
+    return out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15
+
+
+def clear_caches() -> None:
+    """Forgets every route, prepared launch and tensor map. Calls after it plan anew."""
+    for cache in CACHES.values():
+        cache.clear()

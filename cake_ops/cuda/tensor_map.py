@@ -1,0 +1,64 @@
+"""TMA tensor maps: how a kernel's bulk copies address an operand.
+
+A map encodes an address and a geometry, not contents, so it stays valid however often the memory behind
+it changes owner. Each :class:`MapTable` holds the maps of one geometry by address (an encode costs 2 us on
+the host of an H200, a look-up 0.1); it is bounded and keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .config import TensorMapGeometry
+from .driver import check, driver
+
+MAX_ADDRESSES = 64
+"""Maps kept for one geometry: more than the buffers a training step rotates through."""
+
+_DTYPES = {"bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", "f32": "CU_TENSOR_MAP_DATA_TYPE_FLOAT32"}
+
+Entry = tuple[int, Any]
+"""``(pointer, owner)``: the pointer to the map is valid while the owner is held."""
+
+
+class MapTable:
+    """The tensor maps of one geometry, by address."""
+
+    __slots__ = ("_entries", "_geometry", "_lock", "get")
+
+    def __init__(self, geometry: TensorMapGeometry) -> None:
+        self._geometry = geometry
+        self._entries: dict[int, Entry] = {}
+        self._lock = threading.Lock()
+        self.get = self._entries.get
+
+    def add(self, address: int) -> Entry:
+        """Encodes the map of ``address`` and keeps it, in the place of the oldest one when full."""
+        entry = _encode(address, self._geometry)
+        with self._lock:
+            if len(self._entries) >= MAX_ADDRESSES:
+                del self._entries[next(iter(self._entries))]
+            self._entries[address] = entry
+        return entry
+
+
+def _encode(address: int, geometry: TensorMapGeometry) -> Entry:
+    cu = driver()
+    rank = len(geometry.dims)
+    owner = check(
+        cu.cuTensorMapEncodeTiled(
+            getattr(cu.CUtensorMapDataType, _DTYPES[geometry.dtype]),
+            rank,
+            address,
+            [cu.cuuint64_t(n) for n in geometry.dims],
+            [cu.cuuint64_t(n) for n in geometry.strides],
+            [cu.cuuint32_t(n) for n in geometry.box],
+            [cu.cuuint32_t(1)] * rank,
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return owner.getPtr(), owner

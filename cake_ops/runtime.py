@@ -1,0 +1,120 @@
+"""Looking at and preparing launches: which kernel serves a call, launches without planning, caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._explanation import Explanation
+from ._library import OPS
+from ._problem import PROBLEMS
+
+__all__ = ["Explanation", "Prepared", "clear_caches", "explain", "prepare", "warmup"]
+
+
+def _problem_name(op: str | Callable[..., Any]) -> str:
+    name = op if isinstance(op, str) else getattr(op, "__name__", str(op)).split(".")[0]
+    if name not in PROBLEMS:
+        raise RuntimeError(f"cake_ops: op must be one of {', '.join(PROBLEMS)}, got {name!r}")
+    return name
+
+
+def _device_key(t: Tensor) -> str:
+    key = t.device.type.upper()
+    if key not in ("CPU", "CUDA"):
+        raise RuntimeError(f"cake_ops: tensors must be on a CPU or CUDA device, got {t.device}")
+    return key
+
+
+def explain(op: str | Callable[..., Any], *tensors: Tensor, **options: Any) -> Explanation:
+    """Says how a call would be served, without running it.
+
+    Args:
+        op: an operator's name or public function, such as ``cake_ops.grouped_mm``.
+        tensors: its arguments; only their geometry is looked at.
+        options: its keyword arguments, such as ``out_dtype``.
+
+    Returns:
+        An :class:`Explanation`; ``print`` shows it in a line. Arguments that the operator refuses raise
+        the operator's error.
+    """
+    return OPS[_problem_name(op)].explain[_device_key(tensors[0])](*tensors, **options)
+
+
+class Prepared:
+    """A launch with its arguments, made by :func:`prepare`; it keeps them alive.
+
+    Attributes:
+        out: the tensor each launch writes.
+        explanation: what is launched.
+    """
+
+    __slots__ = ("_held", "_launch", "explanation", "out")
+
+    def __init__(
+        self, launch: Callable[[], None], explanation: Explanation, held: tuple[Tensor, ...]
+    ) -> None:
+        self._launch, self._held = launch, held
+        self.explanation, self.out = explanation, held[0]
+
+    def launch(self) -> Tensor:
+        """Computes ``out`` from the present values of the tensors, on the current stream.
+
+        On CUDA it neither allocates nor waits, and can be captured in a CUDA graph.
+        """
+        self._launch()
+        return self.out
+
+
+def prepare(
+    op: str | Callable[..., Any], *tensors: Tensor, out: Tensor | None = None, **options: Any
+) -> Prepared:
+    """Checks and plans a call once, to be launched many times on the same tensors with new values.
+
+    Args:
+        op: an operator's name or public function.
+        tensors: its arguments. Their storage must stay where it is.
+        out: where results go; by default a new tensor.
+        options: the operator's keyword arguments.
+
+    Raises:
+        RuntimeError: the operator refuses the arguments, or no kernel can run on them as they lie on
+            CUDA (the message says why; make them contiguous).
+    """
+    name, device = _problem_name(op), _device_key(tensors[0])
+    explanation = explain(name, *tensors, **options)
+    if explanation.path == "kernel after a copy":
+        raise RuntimeError(
+            f"cake::{name}: cannot prepare a launch on these tensors ({explanation.reason});"
+            " copy them first"
+        )
+    problem = PROBLEMS[name]
+    if out is None:
+        out = problem.allocate(*tensors, out_dtype=options.get("out_dtype"))
+    problem.check_out(f"{name}_out", out, *tensors)
+    problem.check_no_overlap(f"{name}_out", out, *tensors)
+    held = tuple(t.detach() for t in (out, *tensors))
+    return Prepared(OPS[name].prepare[device](*held), explanation, held)
+
+
+def warmup(device: torch.device | int | None = None) -> None:
+    """Loads every kernel on a CUDA device (by default the current one).
+
+    Call it before capturing a CUDA graph whose first call of an operator lies inside the capture. It
+    does nothing where there is no CUDA device or no kernel for it.
+    """
+    if torch.cuda.is_available():
+        from .cuda.grouped_mm import load_kernels
+
+        index = torch.cuda.current_device() if device is None else torch.device(device).index
+        load_kernels(torch.cuda.current_device() if index is None else index)
+
+
+def clear_caches() -> None:
+    """Forgets every planned launch and tensor map. Results do not change; the next calls plan anew."""
+    from .cuda.routes import clear_caches
+
+    clear_caches()

@@ -1,0 +1,133 @@
+// The ring of shared-memory stages between the TMA producer and the wgmma consumers of a cluster, and
+// the consumer's mainloop over it.
+//
+// Each stage has a `full` and an `empty` mbarrier. `full` completes when the bytes that its CTA
+// announced have landed, from whichever CTA of the cluster issued the copy. `empty` completes when every
+// consumer warp of every CTA in the cluster has let go of the stage, because a multicast copy writes
+// into all of them. Producer and consumers each carry a (stage, phase) of their own and meet only in
+// the barriers, so the two warpgroups may drift apart by as many k-blocks as there are stages.
+#pragma once
+
+#include "cake/wgmma.cuh"
+
+#ifndef CAKE_TUNE_WAIT
+#define CAKE_TUNE_WAIT 1
+#endif
+
+namespace cake {
+
+// All threads of the cluster.
+template <int kClusterSize>
+__device__ __forceinline__ void cluster_sync() {
+  if constexpr (kClusterSize == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+  }
+}
+
+template <int kStages>
+struct StageState {
+  int stage = 0;
+  u32 phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <int kStages, int kClusterSize, int kConsumerWarps>
+struct Pipeline {
+  static constexpr int kBytes = 2 * kStages * 8;
+  using State = StageState<kStages>;
+
+  u32 barriers;  // shared address of full[kStages], then empty[kStages]
+
+  __device__ __forceinline__ u32 full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ u32 empty(int stage) const {
+    return barriers + 8 * (kStages + stage);
+  }
+
+  // One thread; the caller then fences and synchronises the cluster.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(empty(stage), kConsumerWarps * kClusterSize);
+    }
+  }
+
+  // Producer thread: wait until the stage is free everywhere, then announce `bytes` for this CTA.
+  // A fresh barrier counts as having completed the phase before its first, hence the inverted parity.
+  __device__ __forceinline__ void producer_acquire(const State& state, u32 bytes) const {
+    while (!ptx::mbarrier_try_wait_parity(empty(state.stage), state.phase ^ 1)) {
+    }
+    ptx::mbarrier_arrive_expect_tx(full(state.stage), bytes);
+  }
+
+  __device__ __forceinline__ void consumer_wait(const State& state) const {
+    while (!ptx::mbarrier_try_wait_parity(full(state.stage), state.phase)) {
+    }
+  }
+
+  // Every consumer warp: lane r tells CTA r of the cluster.
+  __device__ __forceinline__ void consumer_release(int stage, int lane) const {
+    if constexpr (kClusterSize == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+    } else {
+      if (lane < kClusterSize) ptx::mbarrier_arrive_shared_cluster(empty(stage), lane);
+    }
+  }
+};
+
+// acc[64, kN] = sum over `k_blocks` stages of A[64, 64] B[64, kN], one warpgroup; exact zeros without any.
+// `tile_a`, `tile_b` are this warpgroup's parts of stage 0; a stage holds kBytesA of A and kBytesB of B.
+// One k-block stays in flight: a stage is released when the products after it have been issued and its own
+// have completed. The accumulators start as zeros rather than with an overwriting first product: ptxas
+// keeps what that product would overwrite alive from tile to tile (184 bytes of stack), or, with the first
+// k-block peeled, serialises the products (C7518).
+template <Major kMajorA, Major kMajorB, int kBytesA, int kBytesB, int kN, class Pipeline>
+__device__ __forceinline__ void mainloop(float (&acc)[kN / 2], const Pipeline& pipeline,
+                                         typename Pipeline::State& state, u32 tile_a, u32 tile_b,
+                                         int k_blocks, int lane) {
+  const u64 base_a = make_descriptor(tile_a);
+  const u64 base_b = make_descriptor(tile_b);
+#pragma unroll
+  for (float& value : acc) value = 0.0f;
+  int previous = 0;
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    pipeline.consumer_wait(state);
+    const u64 desc_a = base_a + static_cast<u64>(state.stage * (kBytesA >> 4));
+    const u64 desc_b = base_b + static_cast<u64>(state.stage * (kBytesB >> 4));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSwizzleElements / kAtomK; ++k) {
+      Wgmma<kN, kMajorA, kMajorB>::mma_async(acc, desc_a + k * kDescriptorStepK<kMajorA>,
+                                             desc_b + k * kDescriptorStepK<kMajorB>);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<CAKE_TUNE_WAIT>();
+    if (k_block > 0) pipeline.consumer_release(previous, lane);
+    previous = state.stage;
+    state.advance();
+  }
+  ptx::wgmma_wait_group<0>();
+  if (k_blocks > 0) pipeline.consumer_release(previous, lane);
+}
+
+// A warpgroup with no valid rows follows the stages without multiplying: the barriers count every warp.
+template <class Pipeline>
+__device__ __forceinline__ void skip_mainloop(const Pipeline& pipeline,
+                                              typename Pipeline::State& state, int k_blocks,
+                                              int lane) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    pipeline.consumer_wait(state);
+    pipeline.consumer_release(state.stage, lane);
+    state.advance();
+  }
+}
+
+}  // namespace cake

@@ -1,0 +1,200 @@
+// Which tile a cluster works on next, from offsets that only the device knows.
+//
+// Persistent and static: cluster c of C takes tiles c, C + c, 2C + c, ... of a list that every warp of
+// every role derives by itself from `offs`, so roles need no barrier to agree on a tile and the order of
+// the work, hence every bit of the result, depends on nothing but the problem. Groups are looked up
+// through a window of 32, one a lane, that only ever moves forward: a lookup costs one ballot and a few
+// shuffles, and E may be anything.
+//
+// Offsets are not trusted. The end of group e is taken as max over i <= e of clamp(offs[i], 0, M) and its
+// start as the end of group e - 1, which is what sorted offsets say and keeps any others inside [0, M].
+#pragma once
+
+#include "cake/ptx.cuh"
+
+namespace cake {
+
+constexpr u32 kAllLanes = 0xffffffff;
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
+// 32 consecutive groups, one a lane. Group E is [last end, M), the rows past every group, and groups
+// after it are empty.
+struct GroupWindow {
+  const int* offs;
+  int num_groups;
+  int num_rows;
+  int first = -32;  // group of lane 0
+  int begin = 0;    // rows of this lane's group
+  int end = 0;
+  int last_end = 0;  // end of lane 31's group
+
+  __device__ __forceinline__ GroupWindow(const int* offs, int num_groups, int num_rows)
+      : offs(offs), num_groups(num_groups), num_rows(num_rows) {}
+
+  __device__ __forceinline__ void advance() {
+    const int lane = lane_id();
+    first += 32;
+    const int group = first + lane;
+    const int offset = group < num_groups ? offs[group] : num_rows;
+    end = max(last_end, min(offset, num_rows));
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      end = max(end, __shfl_up_sync(kAllLanes, end, distance));
+    }
+    begin = __shfl_up_sync(kAllLanes, end, 1);
+    if (lane == 0) begin = last_end;
+    last_end = __shfl_sync(kAllLanes, end, 31);
+  }
+};
+
+struct Block {
+  int m;
+  int n;
+};
+
+// Order of the m_blocks x n_blocks tiles of one group: super-blocks of `kSuperRows` block rows, column by
+// column within, every other one right to left. The tiles that run at one time then span a compact
+// rectangle, whose panels of both operands stay in L2, and the panels at a turn are used twice. (Without
+// the turn DRAM reads of a 65536 x 6144 x 4096 forward on an H200 were 7.4 instead of 7.0 GB.)
+template <int kSuperRows>
+__device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
+  const int super = tile / (kSuperRows * n_blocks);
+  const int rest = tile - super * kSuperRows * n_blocks;
+  const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
+  const int column = rest / rows;
+  return {super * kSuperRows + rest - column * rows,
+          super % 2 == 0 ? column : n_blocks - 1 - column};
+}
+
+// Tiles of the ragged-M passes: `kRows` rows of one group (a tile never spans two), one block of columns.
+// After the groups come the tiles of the rows that belong to none.
+template <int kRows, int kSuperRows>
+struct RaggedMScheduler {
+  GroupWindow window;
+  int n_blocks;
+  int num_tiles = 0;  // tiles of all groups up to the window's end
+  int tiles_end = 0;  // tiles of all groups up to this lane's, inclusive
+
+  __device__ __forceinline__ RaggedMScheduler(const int* offs, int num_groups, int num_rows,
+                                              int n_blocks)
+      : window(offs, num_groups, num_rows), n_blocks(n_blocks) {}
+
+  // Tile number `tile`, not less than the one asked for before. False: there is none.
+  // Rows [row, row_end) of `group`; group == E means that no group owns them.
+  __device__ __forceinline__ bool find(int tile, int& group, int& row, int& row_end, int& n_block) {
+    while (tile >= num_tiles) {
+      if (window.first + 32 > window.num_groups) return false;
+      advance();
+    }
+    const int lane = __ffs(__ballot_sync(kAllLanes, tile < tiles_end)) - 1;
+    const int begin = __shfl_sync(kAllLanes, window.begin, lane);
+    const int m_blocks =
+        ceil_div(__shfl_sync(kAllLanes, window.end - window.begin, lane), kRows);
+    const int before = __shfl_sync(kAllLanes, tiles_end, lane) - m_blocks * n_blocks;
+    const Block block = raster<kSuperRows>(tile - before, m_blocks, n_blocks);
+    group = window.first + lane;
+    row = begin + block.m * kRows;
+    row_end = __shfl_sync(kAllLanes, window.end, lane);
+    n_block = block.n;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void advance() {
+    window.advance();
+    tiles_end = ceil_div(window.end - window.begin, kRows) * n_blocks;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int below = __shfl_up_sync(kAllLanes, tiles_end, distance);
+      if (lane_id() >= distance) tiles_end += below;
+    }
+    tiles_end += num_tiles;
+    num_tiles = __shfl_sync(kAllLanes, tiles_end, 31);
+  }
+};
+
+// Order of the groups of the ragged-K pass. A tile costs its group's k-blocks, so groups go heavy first
+// (ties by index): a heavy tile that starts last would leave every other cluster idle, 14 % of a pass when
+// one of four groups holds half the rows. Up to kSorted groups are ranked in shared memory, by counting;
+// more groups are small next to the whole and keep their own order.
+struct GroupOrder {
+  static constexpr int kSorted = 256;
+  static constexpr int kBytes = kSorted * (4 + 2);
+
+  int ends[kSorted];  // end of group e
+  u16 order[kSorted];  // group of rank r
+
+  // All threads of the CTA, before they part into roles; it synchronises them.
+  __device__ __forceinline__ void build(const int* offs, int num_groups, int num_rows,
+                                        int rows_per_block) {
+    if (num_groups > kSorted) return;
+    if (threadIdx.x < 32) {
+      GroupWindow window(offs, num_groups, num_rows);
+      while (window.first + 32 < num_groups) {
+        window.advance();
+        ends[window.first + lane_id()] = window.end;
+      }
+    }
+    __syncthreads();
+    for (int group = threadIdx.x; group < num_groups; group += blockDim.x) {
+      const int mine = k_blocks(group, rows_per_block);
+      int rank = 0;
+      for (int other = 0; other < num_groups; ++other) {
+        const int theirs = k_blocks(other, rows_per_block);
+        rank += theirs > mine || (theirs == mine && other < group);
+      }
+      order[rank] = static_cast<u16>(group);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ int begin(int group) const { return group == 0 ? 0 : ends[group - 1]; }
+
+ private:
+  __device__ __forceinline__ int k_blocks(int group, int rows_per_block) const {
+    return ceil_div(ends[group] - begin(group), rows_per_block);
+  }
+};
+static_assert(sizeof(GroupOrder) == GroupOrder::kBytes, "the host adds this to the shared memory");
+
+// Tiles of the ragged-K pass: every group has the same m_blocks x n_blocks tiles.
+template <int kSuperRows>
+struct RaggedKScheduler {
+  GroupWindow window;
+  const GroupOrder& order;
+  int m_blocks;
+  int n_blocks;
+
+  __device__ __forceinline__ RaggedKScheduler(const GroupOrder& order, const int* offs,
+                                              int num_groups, int num_rows, int m_blocks,
+                                              int n_blocks)
+      : window(offs, num_groups, num_rows), order(order), m_blocks(m_blocks), n_blocks(n_blocks) {}
+
+  // The tile of a cluster's round `round`. Odd rounds are dealt in reverse, so that over two rounds of
+  // falling cost every cluster gets about the same.
+  __device__ __forceinline__ int tile_of_round(int round, int cluster, int num_clusters) const {
+    return round * num_clusters + (round % 2 == 0 ? cluster : num_clusters - 1 - cluster);
+  }
+
+  // Rows [row, row_end) of `group` are the contraction of tile number `tile`. False: there is none.
+  __device__ __forceinline__ bool find(int tile, int& group, int& row, int& row_end, Block& block) {
+    const int tiles = m_blocks * n_blocks;
+    const int rank = tile / tiles;
+    if (rank >= window.num_groups) return false;
+    if (window.num_groups <= GroupOrder::kSorted) {
+      group = order.order[rank];
+      row = order.begin(group);
+      row_end = order.ends[group];
+    } else {
+      while (rank >= window.first + 32) window.advance();
+      group = rank;
+      row = __shfl_sync(kAllLanes, window.begin, rank - window.first);
+      row_end = __shfl_sync(kAllLanes, window.end, rank - window.first);
+    }
+    block = raster<kSuperRows>(tile - rank * tiles, m_blocks, n_blocks);
+    return true;
+  }
+};
+
+}  // namespace cake

@@ -1,0 +1,26 @@
+# What is built: every kernel of csrc/kernels/ with the configs it is compiled for. A config is a named
+# policy of the kernel's source; cake_ops/cuda/config.py has its host side and chooses among them.
+
+cake_kernel(
+  sm90_grouped_gemm # forward (nt) and data gradient (nn): layout of B, tile, cluster
+  nt_128x256_c2
+  nn_128x256_c2
+  nt_128x256_c1
+  nn_128x256_c1
+  nt_128x128_c1
+  nn_128x128_c1
+  nt_64x256_c1
+  nn_64x256_c1
+  nt_64x128_c1
+  nn_64x128_c1)
+
+cake_kernel(
+  sm90_grouped_gemm_wgrad # weight gradient: type of dW, store or add, tile, cluster
+  bf16_store_128x256_c2
+  bf16_add_128x256_c2
+  f32_store_128x256_c2
+  f32_add_128x256_c2
+  bf16_store_128x128_c1
+  bf16_add_128x128_c1
+  f32_store_128x128_c1
+  f32_add_128x128_c1)

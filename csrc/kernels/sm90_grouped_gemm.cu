@@ -1,0 +1,236 @@
+// Grouped GEMM with ragged M: for every group e of rows, D[rows of e] = A[rows of e] op(B[e]), bf16 in and
+// out, FP32 accumulation, one rounding. Forward (A = x, B = w) and data gradient (A = g, B = w) are the
+// same kernel; they differ in whether B's contraction axis is contiguous ("nt", w[E, N, K] in the forward)
+// or its output axis is ("nn", the same w read in place by the data gradient). Rows past the last group
+// are written as zeros.
+//
+// A cluster of kClusterM CTAs makes kClusterM * kTileM rows of one group times kTileN columns. Its CTAs need
+// the same tile of B, so each loads a slice of it and multicasts the slice to the others. In a CTA, one
+// warp is the producer: it issues the TMA loads of A (own rows) and B (own slice) into a ring of kStages
+// stages of 64 contraction steps. Two math warpgroups consume the ring, either 64 rows each (kTileM = 128)
+// or half the columns each (kTileM = 64). They never wait for each other: each releases stages, stages its
+// output and stores it by itself, so one multiplies while the other stores, and the producer runs ahead
+// into the next tile meanwhile. A warpgroup whose rows all lie past the group's end skips its products.
+//
+// Loads need no masks: rows past the group's end are other rows of A (or zeros past M) and only reach rows
+// of D that are not stored; contraction steps past K are zeros in both operands (TMA bounds). Stores of
+// whole 64-row slices go by TMA, which clips columns at N; partial ones are copied row by row.
+//
+// Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], 2 x 16 KB staging, barriers.
+//
+// Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled in),
+// dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
+//   map_a    bf16 2-D  dims (K, M)     strides (2 lda)            box (64, 64)
+//   map_b nt bf16 3-D  dims (K, N, E)  strides (2 ldb, 2 outer)   box (64, kTileN / kClusterM, 1)
+//   map_b nn bf16 3-D  dims (N, K, E)  strides (2 ldb, 2 outer)   box (64, 64, 1)
+//   map_d    bf16 2-D  dims (N, M)     strides (2 ldd)            box (64, 64)
+//            all: 128-byte swizzle, 256-byte L2 promotion, zero fill; K is the contraction, N the columns
+//            of D, whatever w's own axes are called; strides in bytes, each a multiple of 16
+//   d        bf16*       ldd  int64, row stride of D in elements
+//   offs     const int*  E ends       M, N, K, E  int32, M <= 2^30
+#include "cake/epilogue.cuh"
+#include "cake/pipeline.cuh"
+#include "cake/tile_scheduler.cuh"
+
+namespace cake {
+
+template <Major kMajorB_, int kTileM_, int kTileN_, int kStages_, int kClusterM_>
+struct RaggedMConfig {
+  static constexpr Major kMajorB = kMajorB_;
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kSwizzleElements;
+  static constexpr int kClusterM = kClusterM_;
+#ifdef CAKE_TUNE_STAGES
+  static constexpr int kStages = CAKE_TUNE_STAGES;
+#else
+  static constexpr int kStages = kStages_;
+#endif
+#ifdef CAKE_TUNE_SUPER_ROWS
+  static constexpr int kSuperRows = CAKE_TUNE_SUPER_ROWS;
+#else
+  static constexpr int kSuperRows = 2048 / (kTileM * kClusterM);
+#endif
+
+  static constexpr int kMathWarpgroups = 2;
+  static constexpr int kWarpgroupsM = kTileM / kAtomM;
+  static constexpr int kAtomN = kTileN * kWarpgroupsM / kMathWarpgroups;
+  static constexpr int kMathWarps = kMathWarpgroups * 4;
+  static constexpr int kThreads = (kMathWarpgroups + 1) * kWarpgroup;
+  static constexpr int kBytesA = kTileM * 128;
+  static constexpr int kBytesB = kTileN * 128;
+  using Pipeline = Pipeline<kStages, kClusterM, kMathWarps>;
+  static constexpr int kSmemBytes = kStages * (kBytesA + kBytesB) +
+                                    kMathWarpgroups * kStagingBytes + Pipeline::kBytes;
+
+  static_assert(kTileM == 64 || kTileM == 128, "two warpgroups split 128 rows, or 64 rows' columns");
+  static_assert(kAtomN == 64 || kAtomN == 128 || kAtomN == 256, "wgmma.cuh has these atoms");
+  static_assert(kClusterM == 1 || kClusterM == 2, "66 clusters of 2 fill an H200, larger ones do not");
+  static_assert(kTileN / kClusterM % 64 == 0, "a CTA's slice of B is whole 64-wide boxes");
+  static_assert(kTileN / kClusterM <= 256, "a TMA box has at most 256 rows");
+  static_assert(kSmemBytes <= 232448, "227 KB of shared memory is all a Hopper CTA can have");
+};
+
+// The named policies. Host side: cake_ops/cuda/config.py.
+namespace config {
+using nt_128x256_c2 = RaggedMConfig<Major::K, 128, 256, 4, 2>;
+using nn_128x256_c2 = RaggedMConfig<Major::MN, 128, 256, 4, 2>;
+using nt_128x256_c1 = RaggedMConfig<Major::K, 128, 256, 4, 1>;
+using nn_128x256_c1 = RaggedMConfig<Major::MN, 128, 256, 4, 1>;
+using nt_128x128_c1 = RaggedMConfig<Major::K, 128, 128, 6, 1>;
+using nn_128x128_c1 = RaggedMConfig<Major::MN, 128, 128, 6, 1>;
+using nt_64x256_c1 = RaggedMConfig<Major::K, 64, 256, 4, 1>;
+using nn_64x256_c1 = RaggedMConfig<Major::MN, 64, 256, 4, 1>;
+using nt_64x128_c1 = RaggedMConfig<Major::K, 64, 128, 8, 1>;
+using nn_64x128_c1 = RaggedMConfig<Major::MN, 64, 128, 8, 1>;
+}  // namespace config
+
+template <class Config>
+struct RaggedMTile {
+  int group;
+  int row;       // first row of this CTA
+  int rows;      // how many of its kTileM rows are the group's, possibly none
+  int column;
+  int k_blocks;  // 0 for rows that belong to no group: their result is zero
+
+  using Scheduler = RaggedMScheduler<Config::kTileM * Config::kClusterM, Config::kSuperRows>;
+
+  __device__ __forceinline__ bool find(Scheduler& scheduler, int tile, int cta_rank, int k_blocks_all) {
+    int row_end, n_block;
+    if (!scheduler.find(tile, group, row, row_end, n_block)) return false;
+    row += cta_rank * Config::kTileM;
+    rows = min(row_end - row, Config::kTileM);
+    column = n_block * Config::kTileN;
+    k_blocks = group < scheduler.window.num_groups ? k_blocks_all : 0;
+    return true;
+  }
+};
+
+// One thread: all loads of one tile.
+template <class Config>
+__device__ __forceinline__ void load_tile(const RaggedMTile<Config>& tile, const TensorMap& map_a,
+                                          const TensorMap& map_b,
+                                          const typename Config::Pipeline& pipeline,
+                                          typename Config::Pipeline::State& state, u32 smem_a,
+                                          u32 smem_b, int cta_rank) {
+  constexpr int kSliceN = Config::kTileN / Config::kClusterM;
+  constexpr u16 kAllCtas = (1 << Config::kClusterM) - 1;
+  const u32 bytes = ceil_div(max(tile.rows, 0), kAtomM) * kBoxBytes + Config::kBytesB;
+  const int column = tile.column + cta_rank * kSliceN;
+  smem_b += cta_rank * kSliceN * 128;
+  const auto load_b = [&](u32 dst, u32 full, int x, int y) {
+    if constexpr (Config::kClusterM == 1) {
+      ptx::cp_async_bulk_tensor_3d(dst, map_b, full, x, y, tile.group);
+    } else {
+      ptx::cp_async_bulk_tensor_3d_multicast(dst, map_b, full, kAllCtas, x, y, tile.group);
+    }
+  };
+  for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
+    const int k = k_block * Config::kTileK;
+    const u32 full = pipeline.full(state.stage);
+    const u32 stage_a = smem_a + state.stage * Config::kBytesA;
+    const u32 stage_b = smem_b + state.stage * Config::kBytesB;
+    pipeline.producer_acquire(state, bytes);
+    if constexpr (Config::kMajorB == Major::K) {
+      load_b(stage_b, full, k, column);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kSliceN; n += 64) load_b(stage_b + n * 128, full, column + n, k);
+    }
+#pragma unroll
+    for (int m = 0; m < Config::kTileM; m += kAtomM) {
+      if (m >= tile.rows) break;
+      ptx::cp_async_bulk_tensor_2d(stage_a + m * 128, map_a, full, k, tile.row + m);
+    }
+    state.advance();
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const TensorMap& map_b,
+                                              const TensorMap& map_d, bf16* d, i64 ldd,
+                                              const int* offs, int M, int N, int K, int E) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 smem_a = ptx::shared_address(smem);
+  const u32 smem_b = smem_a + Config::kStages * Config::kBytesA;
+  const u32 staging = smem_b + Config::kStages * Config::kBytesB;
+  const typename Config::Pipeline pipeline{staging + Config::kMathWarpgroups * kStagingBytes};
+  typename Config::Pipeline::State state;
+
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // uniform, and the compiler knows
+  const int cta_rank = Config::kClusterM == 1 ? 0 : ptx::cluster_ctarank();
+  const int first_tile = blockIdx.x / Config::kClusterM;
+  const int num_clusters = gridDim.x / Config::kClusterM;
+  const int k_blocks = ceil_div(K, Config::kTileK);
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(map_a);
+    ptx::prefetch_tensormap(map_b);
+    ptx::prefetch_tensormap(map_d);
+    pipeline.init();
+    ptx::fence_mbarrier_init_release_cluster();
+  }
+  cluster_sync<Config::kClusterM>();
+  ptx::griddepcontrol_wait();
+
+  typename RaggedMTile<Config>::Scheduler scheduler(offs, E, M, ceil_div(N, Config::kTileN));
+  RaggedMTile<Config> tile;
+  if (warp >= Config::kMathWarps) {
+    ptx::setmaxnreg_dec<40>();
+    if (warp == Config::kMathWarps) {
+      for (int t = first_tile; tile.find(scheduler, t, cta_rank, k_blocks); t += num_clusters) {
+        // Lane 0, not an elected lane: the state lives in one thread from tile to tile.
+        if (lane_id() == 0) {
+          load_tile<Config>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
+        }
+        __syncwarp();
+      }
+      ptx::griddepcontrol_launch_dependents();
+    }
+  } else {
+    ptx::setmaxnreg_inc<232>();
+    const int warpgroup = warp / 4;
+    const int thread = threadIdx.x % kWarpgroup;
+    const int row = warpgroup % Config::kWarpgroupsM * kAtomM;
+    const int column = warpgroup / Config::kWarpgroupsM * Config::kAtomN;
+    const u32 my_staging = staging + warpgroup * kStagingBytes;
+    for (int t = first_tile; tile.find(scheduler, t, cta_rank, k_blocks); t += num_clusters) {
+      const int rows = min(tile.rows - row, kAtomM);
+      if (rows <= 0) {
+        skip_mainloop(pipeline, state, tile.k_blocks, lane_id());
+        continue;
+      }
+      float acc[Config::kAtomN / 2];
+      mainloop<Major::K, Config::kMajorB, Config::kBytesA, Config::kBytesB, Config::kAtomN>(
+          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, tile.k_blocks,
+          lane_id());
+      const int first_row = tile.row + row;
+      const int first_column = tile.column + column;
+      store_slices<bf16, Config::kAtomN>(
+          acc, my_staging, 1 + warpgroup, thread, [&](int offset, u32 buffer) {
+            if (rows < kAtomM) {
+              copy_rows(buffer, d + first_row * ldd, ldd, rows, first_column + offset, N, thread);
+            } else if (thread == 0 && first_column + offset < N) {
+              ptx::cp_async_bulk_tensor_2d_store(map_d, buffer, first_column + offset, first_row);
+            }
+          });
+    }
+    if (thread == 0) ptx::cp_async_bulk_wait_group<0>();
+  }
+  // A CTA's barriers and stages must outlive the arrivals and multicasts of its peers.
+  cluster_sync<Config::kClusterM>();
+}
+
+}  // namespace cake
+
+#define CAKE_CONCATENATE_(a, b) a##b
+#define CAKE_CONCATENATE(a, b) CAKE_CONCATENATE_(a, b)
+using Config = cake::config::CAKE_CONFIG;
+
+extern "C" __global__ void __cluster_dims__(Config::kClusterM, 1, 1)
+    __launch_bounds__(Config::kThreads, 1)
+    CAKE_CONCATENATE(sm90_grouped_gemm_, CAKE_CONFIG)(const __grid_constant__ cake::TensorMap map_a,
+                                                      const __grid_constant__ cake::TensorMap map_b,
+                                                      const __grid_constant__ cake::TensorMap map_d,
+                                                      cake::bf16* d, cake::i64 ldd, const int* offs,
+                                                      int M, int N, int K, int E) {
+  cake::ragged_m_gemm<Config>(map_a, map_b, map_d, d, ldd, offs, M, N, K, E);
+}

@@ -1,0 +1,128 @@
+"""Operands in every memory layout, and the check of an operator in every form it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import reference
+import torch
+from torch import Tensor
+
+import cake_ops
+
+NAN = float("nan")
+CANARY = 77.0
+FAMILIES = ("grouped_mm", "router_mm", "dense_mm", "batched_mm")
+SUFFIXES = ("", "_dgrad", "_wgrad")
+
+
+def _sliced(t: Tensor) -> Tensor:
+    buffer = t.new_full((*t.shape[:-1], t.shape[-1] + 5), NAN)
+    buffer[..., 2 : 2 + t.shape[-1]] = t
+    return buffer[..., 2 : 2 + t.shape[-1]]
+
+
+def _misaligned(t: Tensor) -> Tensor:
+    buffer = t.new_full((t.numel() + 1,), NAN)
+    buffer[1:] = t.flatten()
+    return buffer[1:].view(t.shape)
+
+
+def _strided(t: Tensor) -> Tensor:
+    buffer = t.new_full((*t.shape, 2), NAN)
+    buffer[..., 0] = t
+    return buffer[..., 0]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "permuted": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": _sliced,
+    "misaligned": _misaligned,
+    "strided": _strided,
+    "rows-expanded": lambda t: t[:1].expand(t.shape),
+    "columns-expanded": lambda t: t[..., :1].expand(t.shape),
+    "scalar-expanded": lambda t: t.flatten()[:1].view((1,) * t.dim()).expand(t.shape),
+}
+"""Layouts of a tensor. Memory between its elements is NaN; the expanded ones repeat some of its values."""
+
+
+def select(name: str, x: Tensor, w: Tensor, g: Tensor, *offs: Tensor) -> tuple[Tensor, ...]:
+    """The arguments of the operator ``name`` out of all tensors of its family."""
+    if name.endswith("_dgrad"):
+        return (g, w, *offs)
+    if name.endswith("_wgrad"):
+        return (g, x, *offs)
+    return (x, w, *offs)
+
+
+def result_dtypes(name: str, operand: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes a result may have, the default first."""
+    if name == "router_mm":
+        return (torch.float32,)
+    if name.startswith("router_mm"):
+        return (torch.float32, torch.bfloat16)
+    fixed = name in ("grouped_mm", "grouped_mm_dgrad")
+    if fixed or operand in (torch.float32, torch.float64):
+        return (operand,)
+    return (operand, torch.float32)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """Shape, Frobenius error and largest error, within ``tolerance`` (default: that of the dtype)."""
+    assert actual.shape == expected.shape
+    bound = reference.tolerance(actual.dtype) if tolerance is None else tolerance
+    assert reference.relative_error(actual, expected) <= bound
+    assert reference.peak_error(actual, expected) <= bound
+
+
+def padded(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """A buffer of canaries, and its view that has the values of ``t`` and ``columns`` beside each row."""
+    buffer = t.new_full((*t.shape[:-1], t.shape[-1] + columns), CANARY)
+    view = buffer[..., : t.shape[-1]]
+    view.copy_(t)
+    return buffer, view
+
+
+def assert_all_forms(name: str, *tensors: Tensor, tolerance: float | None = None) -> None:
+    """The plain form in every result dtype, ``out=`` with and without padding, and accumulation."""
+    expected = reference.PRODUCTS[name](*tensors)
+    function = getattr(cake_ops, name)
+    operator = getattr(torch.ops.cake, name)
+    accumulate = getattr(cake_ops, f"{name}_", None)
+    assert (accumulate is not None) == (name in ("grouped_mm_wgrad", "router_mm_wgrad"))
+    for i, dtype in enumerate(result_dtypes(name, tensors[0].dtype)):
+        options = {} if i == 0 else {"out_dtype": dtype}
+        result = function(*tensors, **options)
+        assert result.dtype == dtype and result.is_contiguous()
+        assert result.device == tensors[0].device
+        bound = tolerance if dtype == torch.float32 else None
+        assert_close(result, expected, bound)
+        assert same_bits(operator(*tensors, **options), result)
+
+        out = torch.full_like(result, NAN)
+        assert function(*tensors, out=out) is out
+        assert same_bits(out, result)
+        for columns in (3, 8):
+            buffer, view = padded(torch.full_like(result, NAN), columns)
+            function(*tensors, out=view)
+            assert_close(view, expected, bound)
+            assert (buffer[..., result.shape[-1] :] == CANARY).all()
+
+        if accumulate is None:
+            continue
+        start = torch.randn_like(result)
+        for columns in (0, 3):
+            buffer, view = padded(start, columns)
+            assert accumulate(view, *tensors) is view
+            assert_close(view, expected + start.double(), bound)
+            assert (buffer[..., result.shape[-1] :] == CANARY).all()

@@ -1,0 +1,712 @@
+"""The benchmark harness: rows, statistics, rendering and files, and the pipeline on two fake devices.
+
+No figure of a benchmark is tested here, only that the harness would report a wrong one. `FakeGpu` runs
+the arms on the CPU and writes the timeline a profiler would: a marker, a fill, a marker, then one
+kernel for each matrix product that reaches a backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cake_ops
+from cake_ops.bench import arms, grouped, host, results, shapes, timing
+from cake_ops.bench.__main__ import main
+from cake_ops.bench.accuracy import Data, Reference, relative_error
+from cake_ops.bench.devices import CpuDevice, CudaDevice, gpu_events
+from cake_ops.bench.progress import Progress, minutes
+from cake_ops.bench.report import census_difference, plot, render
+from cake_ops.bench.timing import MARKER, Event
+
+META = dict.fromkeys(results.META_KEYS, "x")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Launches(TorchDispatchMode):
+    """The names of the matrix products that pass below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if "mm" in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class FakeGpu(CpuDevice):
+    """A virtual clock and a timeline; every matrix product takes 10 us, every launch 1 us."""
+
+    sees_kernels = True
+
+    def __init__(self, lost: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.label = "fake GPU"
+        self.now = 0
+        self.lost = lost  # indices of events that the profiler loses
+
+    def _run(self, name: str, us: int) -> None:
+        self._events.append(Event(name, self.now + 1000, self.now + 1000 * (us + 1)))
+        self.now += 1000 * (us + 1)
+
+    def before_call(self, spin_us):
+        for name in (f"at::{MARKER}(long)", "fill", f"at::{MARKER}(long)"):
+            self._run(name, 3)
+
+    def call(self, fn):
+        with Launches() as launches:
+            fn()
+        for name in launches.names:
+            self._run(name, 10)
+
+    def stop(self):
+        kept = [event for i, event in enumerate(self._events) if i not in self.lost]
+        random.Random(0).shuffle(kept)  # a profiler promises no order
+        return kept
+
+    def clock_mhz(self):
+        return 1500
+
+    def capture(self, fn):
+        outputs = fn()
+
+        def replay():
+            for name, value in fn().items():
+                outputs[name].copy_(value)
+
+        return replay, outputs
+
+
+def pure_kernels(device: FakeGpu, **us: int):
+    """Arms that are one kernel each of a given duration, run on the fake timeline."""
+    device.call = lambda fn: device._run(*fn())
+    return {name: (lambda name=name, t=t: (f"k_{name}", t)) for name, t in us.items()}
+
+
+# ---- rows
+
+
+def test_group_sizes_add_up_and_have_their_shape():
+    assert shapes.balanced(4, 112576) == (28144,) * 4
+    assert shapes.skewed(136064) == (68032, 34016, 17008, 17008)
+    ascending = shapes.one_empty(112576, ascending=True)
+    assert ascending[0] == 0 and list(ascending) == sorted(ascending)
+    assert shapes.one_empty(112576, ascending=False) == ascending[::-1]
+    sizes = shapes.lognormal(32, 131072)
+    assert sum(sizes) == 131072 and sizes == shapes.lognormal(32, 131072)
+    many = shapes.lognormal(4096, 4096 * 1000)
+    assert statistics.pstdev(many) / statistics.fmean(many) == pytest.approx(0.35, abs=0.02)
+    assert shapes.balanced(8, 1001) == (126, 125, 125, 125, 125, 125, 125, 125)
+
+
+def test_the_large_rows_are_those_of_the_method():
+    cases = shapes.large_cases()
+    gate_up = [case for case in cases if case.family == "gate_up"]
+    assert {(c.n, c.k) for c in gate_up} == {(4096, 6144)}
+    assert {(c.n, c.k) for c in cases if c.family == "down"} == {(6144, 2048)}
+    assert len(gate_up) == 14 and len(cases) == 42
+    assert {(c.experts, c.m) for c in cases} == {
+        *((4, 112576), (4, 136064)),
+        *((8, 131072), (16, 131072), (32, 131072)),
+    }
+    ops = {row.op for row in shapes.rows_of(cases)}
+    assert ops == {"fwd", "dgrad", "dW", "dW fp32", "ckpt", "ckpt ES", "block", "block ES"}
+
+
+def test_the_small_rows_cover_their_ranges():
+    cases = shapes.small_cases()
+    assert {case.experts for case in cases} == {8, 16, 32, 64}
+    rows = {size for case in cases for size in case.sizes}
+    assert min(rows) == 16 and max(rows) == 512
+    assert {min(min(c.n, c.k) for c in cases), max(max(c.n, c.k) for c in cases)} == {512, 4096}
+
+
+def test_row_names_are_unique_and_select():
+    rows = shapes.rows_of(shapes.large_cases() + shapes.small_cases())
+    assert len({row.name for row in rows}) == len(rows)
+    chosen = shapes.select(rows, "E8 .*balanced", ["dgrad"], ["graph"])
+    assert [row.name for row in chosen] == [
+        "gate_up E8 M131072 balanced, dgrad, graph",
+        "down E8 M131072 balanced, dgrad, graph",
+    ]
+    assert shapes.select(rows) == rows
+
+
+def test_every_family_fits_in_eight_minutes_and_quick_in_one():
+    rows = shapes.rows_of(shapes.large_cases() + shapes.small_cases())
+    for family in ("gate_up", "down", "block", "small"):
+        part = shapes.select(rows, f"^{family}")
+        assert 30 < grouped.total_seconds(part, arms.ARMS, 10) < 480
+    quick = shapes.quick_rows()
+    assert quick and grouped.total_seconds(quick, arms.ARMS, 10) < 50
+
+
+def test_flops_count_every_gemm_of_a_call():
+    case = shapes.Case("gate_up", (3, 0, 5), 16, 32, "t")
+    one = 2 * 8 * 16 * 32
+    for op, gemms in {"fwd": 1, "dgrad": 1, "dW": 1, "dW fp32": 1, "ckpt": 4, "ckpt ES": 3}.items():
+        assert shapes.flops(case, op) == gemms * one
+    block = shapes.Case("block", (3, 0, 5), 16, 32, "t")
+    down = 2 * 8 * 32 * 8
+    assert shapes.flops(block, "block") == 4 * one + 4 * down
+    assert shapes.flops(block, "block ES") == 4 * one + 3 * down
+
+
+# ---- timing
+
+
+def test_groups_rotate_and_mirror():
+    names = ["a", "b", "c"]
+    orders = [timing.arm_order(names, group) for group in range(6)]
+    assert orders[:4] == [list("abc"), list("cba"), list("bca"), list("acb")]
+    for name in names:  # over a whole round every arm has been everywhere equally often
+        assert sorted(order.index(name) for order in orders) == [0, 0, 1, 1, 2, 2]
+
+
+def test_measure_attributes_every_kernel():
+    device = FakeGpu()
+    calls = pure_kernels(device, cake=10, torch=13, cublas=9)
+    timings, clocks = timing.measure(device, calls, groups=10)
+    assert {name: t.us for name, t in timings.items()} == {
+        "cake": [10.0] * 10,
+        "torch": [13.0] * 10,
+        "cublas": [9.0] * 10,
+    }
+    assert timings["torch"].census == {"k_torch": 1}
+    assert clocks == [1500, 1500]
+
+
+def test_an_interval_spans_all_kernels_and_gaps():
+    assert timing.interval_us([Event("b", 5000, 9000), Event("a", 1000, 12000)]) == 11.0
+
+
+def test_events_lost_in_the_first_group_do_no_harm():
+    device = FakeGpu(lost=(0, 1, 2, 5))
+    timings, _ = timing.measure(device, pure_kernels(device, cake=10, torch=13), groups=3)
+    assert timings["cake"].us == [10.0] * 3 and timings["torch"].us == [13.0] * 3
+
+
+@pytest.mark.parametrize("lost", range(8, 8 + 4))  # the first group is two calls of four events
+def test_an_event_lost_later_is_an_error(lost):
+    device = FakeGpu(lost=(lost + 4,))
+    calls = pure_kernels(device, cake=10, torch=13)
+    with pytest.raises(RuntimeError, match="events were lost|launched"):
+        timing.measure(device, calls, groups=3)
+
+
+def test_too_few_markers_are_an_error():
+    with pytest.raises(RuntimeError, match="recorded 0 of 2 markers"):
+        timing.split_calls([Event("k", 0, 1)], 1)
+
+
+def test_an_arm_that_launches_differently_each_time_is_an_error():
+    device = FakeGpu()
+    calls = pure_kernels(device, cake=10, torch=13)
+    names = itertools.cycle("xyz")
+    calls["torch"] = lambda: (next(names), 13)
+    with pytest.raises(RuntimeError, match="torch launched"):
+        timing.measure(device, calls, groups=4)
+
+
+def test_gpu_events_are_those_of_the_gpu():
+    kinds = torch.autograd.DeviceType
+
+    def recorded(name, kind, start, duration):
+        return SimpleNamespace(
+            name=lambda: name,
+            device_type=lambda: kind,
+            start_ns=lambda: start,
+            duration_ns=lambda: duration,
+        )
+
+    raw = [recorded("cudaLaunchKernel", kinds.CPU, 1, 2), recorded("k", kinds.CUDA, 5, 7)]
+    assert gpu_events(raw) == [Event("k", 5, 12)]
+
+
+def test_host_time_is_the_median_of_rounds(monkeypatch):
+    clock = itertools.count(step=0.5)  # every look at the clock is half a second later
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    calls = []
+    us = timing.host_us(CpuDevice(), {"a": lambda: calls.append(1)}, calls=10, rounds=3)
+    assert us == {"a": pytest.approx(0.5 / 10 * 1e6)} and len(calls) == 30
+
+
+# ---- statistics, files and rendering
+
+
+def test_ratios_are_formed_inside_groups():
+    assert results.ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == [2.0, 1.0, 3.0]
+    assert results.geomean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_a_row_has_the_format_of_the_file():
+    row = results.row_record(
+        "s",
+        "fwd",
+        "eager",
+        {"cake": [1.0, 2.0, 4.0], "torch": [2.0, 4.0, 9.0]},
+        {"cake": 0.1, "torch": 0.2},
+    )
+    assert row == {
+        "shape": "s",
+        "op": "fwd",
+        "mode": "eager",
+        "arms": {
+            "cake": {"median_us": 2.0, "min_us": 1.0, "max_us": 4.0, "rel_error": 0.1},
+            "torch": {"median_us": 4.0, "min_us": 2.0, "max_us": 9.0, "rel_error": 0.2},
+        },
+        "ratios": {"torch": [2.0, 2.0, 2.25]},
+    }
+
+
+def test_the_bar_is_the_faster_library():
+    ratios = {
+        "control": [0.9, 0, 0],
+        "torch": [1.2, 0, 0],
+        "cublas": [1.1, 0, 0],
+        "deepgemm": [0.8, 0, 0],
+    }
+    assert results.best_library({"ratios": ratios}) == 1.1
+    assert results.best_library({"ratios": {"control": [1, 1, 1]}}) is None
+
+
+def some_results(path=None, **meta):
+    """Three rows of two operations with known ratios."""
+    found = results.Results({**META, "gpu": "G", **meta}, path)
+    for shape, op, torch_us in (("A", "ckpt", 20.0), ("BB", "ckpt", 5.0), ("A", "ckpt ES", 10.0)):
+        us = {"cake": [10.0] * 3, "control": [10.0, 10.5, 9.5], "torch": [torch_us] * 3}
+        kernels = {"fwd": 2 if op == "ckpt" else 1, "dgrad": 1}
+        detail = {
+            "flops": 1e10,
+            "us": us,
+            "census": {"cake": kernels, "torch": {"fwd": 2, "dgrad": 1}},
+            "host_us": {"cake": 5.0, "torch": 8.0},
+            "clock_mhz": [1980, 1500],
+            "skipped": {"deepgemm": "not here"},
+            "remarks": ["torch: differs"],
+        }
+        found.add(results.row_record(shape, op, "eager", us, dict.fromkeys(us, 1e-3)), detail)
+    return found
+
+
+def test_the_file_is_written_after_every_row_and_read_back(tmp_path):
+    path = tmp_path / "r.json"
+    found = some_results(path)
+    document = json.loads(path.read_text())
+    assert list(document) == ["meta", "rows", "details"]
+    assert list(document["meta"]) == list(results.META_KEYS)
+    assert document["rows"] == found.rows
+    again = results.Results.load(path)
+    assert (again.meta, again.rows, again.details) == (found.meta, found.rows, found.details)
+    found.add(found.rows[0], found.details[0])
+    assert len(results.Results.load(path).rows) == 4
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_render_gives_ratios_geomeans_census_and_notes():
+    text = render(some_results())
+    assert "gpu G" in text
+    assert re.search(
+        r"^A +10\.0 +1000\.0 +1\.000 \[0\.950, 1\.050\] +2\.000 \[2\.000, 2\.000\]$", text, re.M
+    )
+    assert (
+        "torch                  geomean 1.000, below 1 in 1 of 2, lowest 0.500 (BB), highest 2.000 (A)"
+        in text
+    )
+    assert "best of torch, cublas  geomean 1.000" in text
+    assert "host us a call, median of 2 rows under 2 ms: cake 5.0, torch 8.0" in text
+    assert "cake launches 2 x fwd, 1 x dgrad" in text
+    assert "left out in 2 rows: deepgemm: not here" in text
+    assert "note on torch: differs" in text
+    assert "SM clock under load: 1500 to 1500 MHz" in text
+    spared = text[text.index("early stop spares in ckpt, eager") :]
+    assert "cake: 1 x fwd (1 rows)" in spared and "torch: nothing (1 rows)" in spared
+
+
+def test_census_difference():
+    assert census_difference({"a": 2, "b": 1}, {"a": 1, "c": 3}) == {"a": 1, "b": 1, "c": -3}
+
+
+def test_plot_draws_every_section(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "p.png"
+    plot(some_results(), path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_merge_joins_rows_and_keeps_the_later_of_two(tmp_path, capsys):
+    first, second, joined = (tmp_path / f"{name}.json" for name in "abj")
+    some_results(first, command="c1")
+    other = some_results(None, command="c2")
+    other.rows[0]["arms"]["cake"]["median_us"] = 77.0
+    other.rows[1]["shape"] = "C"
+    other.path = second
+    other.save()
+    assert main(["merge", str(first), str(second), "--json", str(joined)]) == 0
+    out, err = capsys.readouterr()
+    assert "measured again" in err and "A, ckpt, eager" in err
+    merged = results.Results.load(joined)
+    assert [row["shape"] for row in merged.rows] == ["A", "BB", "A", "C"]
+    assert merged.rows[0]["arms"]["cake"]["median_us"] == 77.0
+    assert merged.meta["command"] == "c1 ; c2"
+    assert render(merged) in out
+
+
+def test_merge_refuses_another_gpu():
+    with pytest.raises(RuntimeError, match="different gpu: 'G' and 'H'"):
+        some_results().update(some_results(gpu="H"))
+
+
+def test_progress_scales_its_estimate(monkeypatch):
+    now = iter([0.0, 30.0, 40.0])  # start, at the second step, at the end
+    monkeypatch.setattr("cake_ops.bench.progress.time.monotonic", lambda: next(now))
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
+    progress = Progress([("a", 10.0), ("b", 20.0)], stream)
+    progress.begin(0)
+    progress.begin(1)
+    progress.end()
+    assert written == [
+        "[1/2] a: about 30 s left\n",
+        "[2/2] b: about 1 min 00 s left\n",
+        "[2/2] done in 40 s\n",
+    ]
+    assert minutes(185) == "3 min 05 s"
+
+
+# ---- accuracy
+
+CASE = shapes.Case("gate_up", (33, 0, 64, 7), 32, 48, "t")
+BLOCK = shapes.Case("block", (33, 0, 64, 7), 32, 48, "t")
+
+
+def exact(data: Data, op: str) -> dict[str, torch.Tensor]:
+    """The outputs in FP64, group by group, gradients by torch's own autograd."""
+    weights = [data.w] if data.w_down is None else [data.w, data.w_down]
+    x, *ws = (t.double().requires_grad_() for t in (data.x, *weights))
+    ys, begin = [], 0
+    for e, size in enumerate(data.case.sizes):
+        h = x[begin : begin + size] @ ws[0][e].t()
+        if len(ws) == 2:
+            a, b = h.chunk(2, -1)
+            h = (torch.nn.functional.silu(a) * b) @ ws[1][e].t()
+        ys.append(h)
+        begin += size
+    y = torch.cat(ys)
+    grads = torch.autograd.grad(y, [x, *ws], data.g.double())
+    return dict(zip(("y", "dx", "dw", "dw_down"), (y.detach(), *grads), strict=False))
+
+
+@pytest.mark.parametrize("case", [CASE, BLOCK], ids=["gemm", "block"])
+def test_the_reference_is_exact_and_the_estimate_unbiased(case):
+    data = Data.random(case, CPU, seed=1)
+    for name, value in exact(data, case.family).items():
+        assert Reference(data).errors(name, value)[0] < 1e-12
+        noisy = value + 1e-3 * value.norm() * torch.randn_like(value) / value.numel() ** 0.5
+        true = ((noisy - value).norm() / value.norm()).item()
+        found = statistics.fmean(Reference(data, seed).errors(name, noisy)[0] for seed in range(20))
+        assert found == pytest.approx(true, rel=0.1)
+
+
+@pytest.mark.parametrize("wrong", ["row", "nan", "element", "empty group"])
+def test_a_wrong_output_is_found(wrong):
+    data = Data.random(CASE, CPU, seed=2)
+    outputs = {k: v.bfloat16() for k, v in exact(data, "ckpt").items()}
+    reference = Reference(data)
+    assert 5e-4 < relative_error(reference, "ckpt", outputs) < 4e-3
+    if wrong == "row":
+        outputs["y"][50] = outputs["y"][51]
+    elif wrong == "nan":
+        outputs["dx"][-1, -1] = float("nan")
+    elif wrong == "element":
+        outputs["dw"][3, 5, 7] += 10
+    else:
+        outputs["dw"][1, 0, 0] = 1e-6
+    with pytest.raises(RuntimeError, match="inaccurate"):
+        relative_error(reference, "ckpt", outputs)
+
+
+def test_an_fp32_output_is_held_to_fp32_unless_it_was_rounded():
+    data = Data.random(CASE, CPU, seed=3)
+    outputs = {"dw": exact(data, "dW fp32")["dw"].bfloat16().float()}
+    with pytest.raises(RuntimeError, match="inaccurate dw"):
+        relative_error(Reference(data), "dW fp32", outputs)
+    assert relative_error(Reference(data), "dW fp32", outputs, rounded=True) > 5e-4
+
+
+# ---- arms
+
+
+@pytest.mark.parametrize("op", list(shapes.OPS))
+@pytest.mark.parametrize("arm", ["cake", "control", "inforward", "torch", "cublas"])
+def test_every_arm_is_accurate_in_every_operation(arm, op):
+    data = Data.random(BLOCK if op.startswith("block") else CASE, CPU, seed=4)
+    outputs = arms.build(arm, op, data)()
+    names = {"fwd": "y", "dgrad": "dx", "dW": "dw", "dW fp32": "dw"}.get(op)
+    expected = [names] if names else ["y", "dx", "dw"] + ["dw_down"] * op.startswith("block")
+    assert list(outputs) == expected
+    dtype = torch.float32 if op == "dW fp32" else torch.bfloat16
+    assert all(t.dtype == dtype for t in outputs.values())
+    relative_error(Reference(data), op, outputs, rounded=arms.rounded(arm, op))
+
+
+def test_which_arms_belong_in_a_row():
+    cuda = torch.device("cuda")
+    aligned = shapes.Case("gate_up", (128, 256), 32, 48, "t")
+    assert [a for a in arms.ARMS if arms.eligible(a, CASE, "fwd", cuda)] == [
+        "cake",
+        "control",
+        "torch",
+        "cublas",
+    ]
+    assert "inforward" in [a for a in arms.ARMS if arms.eligible(a, CASE, "ckpt ES", cuda)]
+    assert arms.eligible("deepgemm", aligned, "fwd", cuda)
+    assert not arms.eligible("deepgemm", aligned, "dW", cuda)
+    assert not arms.eligible("deepgemm", aligned, "fwd", CPU)
+
+
+def test_deepgemm_gets_its_own_layout_and_says_why_it_is_missing(monkeypatch):
+    aligned = shapes.Case("gate_up", (128, 256), 32, 48, "t")
+    data = Data.random(aligned, CPU, seed=5)
+    monkeypatch.setitem(__import__("sys").modules, "deep_gemm", None)
+    with pytest.raises(arms.Unavailable, match="cannot be imported"):
+        arms.build("deepgemm", "fwd", data)
+
+    def groups(index):
+        return [(e, torch.nonzero(index == e)[:, 0]) for e in range(2)]
+
+    def nt(x, w, y, index):
+        for e, rows in groups(index):
+            y[rows] = x[rows] @ w[e].t()
+
+    def nn(g, w, dx, index):
+        for e, rows in groups(index):
+            dx[rows] = g[rows] @ w[e]
+
+    def tn(g, x, dw, sizes, sizes_device, c):
+        assert sizes == sizes_device.tolist() == [128, 256] and c is dw
+        for e, rows in enumerate((slice(0, 128), slice(128, 384))):
+            dw[e] += g[rows].float().t() @ x[rows].float()
+
+    fake = SimpleNamespace(
+        m_grouped_bf16_gemm_nt_contiguous=nt,
+        m_grouped_bf16_gemm_nn_contiguous=nn,
+        k_grouped_bf16_gemm_tn_contiguous=tn,
+    )
+    monkeypatch.setitem(__import__("sys").modules, "deep_gemm", fake)
+    for op in ("fwd", "dgrad", "dW fp32"):
+        relative_error(Reference(data), op, arms.build("deepgemm", op, data)())
+
+
+# ---- the whole pipeline
+
+
+def run(device, rows, path=None, which=arms.ARMS, groups=4):
+    found = results.Results(META, path)
+    failures = grouped.run(rows, device, which, groups, 0, found)
+    return found, failures
+
+
+def test_the_pipeline_on_a_fake_gpu(tmp_path):
+    rows = shapes.rows_of(shapes.smoke_cases())
+    found, failures = run(FakeGpu(), rows, tmp_path / "r.json")
+    assert failures == 0
+    assert [results.row_key(row) for row in found.rows] == [
+        (r.case.name, r.op, r.mode) for r in rows
+    ]
+    for row, detail in zip(found.rows, found.details, strict=True):
+        expected = {"cake", "control", "torch", "cublas"} | (
+            {"inforward"} if row["op"] in arms.CHECKPOINTED else set()
+        )
+        assert set(row["arms"]) == expected and set(row["ratios"]) == expected - {"cake"}
+        assert not detail["skipped"]
+        for arm, kernels in detail["census"].items():  # 10 us a kernel, 1 us between two
+            assert row["arms"][arm]["median_us"] == 11 * sum(kernels.values()) - 1
+        assert row["ratios"]["control"] == [1.0, 1.0, 1.0]
+        assert bool(detail["host_us"]) == (row["mode"] == "eager")
+    text = render(results.Results.load(tmp_path / "r.json"))
+    spared = text[text.index("early stop spares in ckpt, graph") :]
+    assert "  cake: 1 x grouped_mm (2 rows)" in spared  # exactly one forward GEMM
+    assert "  inforward: nothing (2 rows)" in spared
+    assert "  torch: 1 x _grouped_mm (2 rows)" in spared
+
+
+def test_an_arm_that_fails_is_left_out_with_its_reason(monkeypatch):
+    build = arms.build
+
+    def broken(arm, op, data):
+        if arm == "torch":
+            raise ValueError("no such kernel\nlong trace")
+        call = build(arm, op, data)
+        return (lambda: {k: v * 1.5 for k, v in call().items()}) if arm == "cublas" else call
+
+    monkeypatch.setattr(arms, "build", broken)
+    rows = shapes.rows_of(shapes.smoke_cases()[:1], ("eager",))[:1]
+    found, failures = run(FakeGpu(), rows)
+    assert failures == 0 and set(found.rows[0]["arms"]) == {"cake", "control"}
+    assert found.details[0]["skipped"]["torch"] == "no such kernel"
+    assert found.details[0]["skipped"]["cublas"].startswith("inaccurate y: relative error 5.0e-01")
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_an_output_left_unwritten_is_found(monkeypatch, mode):
+    """The check must not be satisfied by what an earlier call left in the same memory."""
+    once = {"done": False}
+    build = arms.build
+
+    def lazy(arm, op, data):
+        call = build(arm, op, data)
+        kept = call()
+
+        def second_time_nothing():
+            if not once["done"]:
+                once["done"] = True
+                return kept
+            return {k: v.clone() for k, v in kept.items()}  # whatever is in the poisoned memory
+
+        return second_time_nothing
+
+    monkeypatch.setattr(arms, "build", lazy)
+    rows = shapes.rows_of(shapes.smoke_cases()[:1], (mode,))[:1]
+    found, failures = run(FakeGpu(), rows, which=["cake"])
+    assert failures == 1 and not found.rows
+
+
+def test_a_row_that_cake_cannot_run_fails_and_the_others_go_on(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("cake is broken")
+
+    monkeypatch.setattr(cake_ops, "grouped_mm_dgrad", broken)
+    rows = shapes.rows_of(shapes.smoke_cases()[:1], ("eager",))[:3]
+    found, failures = run(FakeGpu(), rows)
+    assert failures == 1 and [row["op"] for row in found.rows] == ["fwd", "dW"]
+    assert "FAILED gate_up E4 M104 tiny, dgrad, eager: cake is broken" in capsys.readouterr().err
+
+
+# ---- the commands
+
+
+def test_grouped_smoke_run_on_the_cpu(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    command = [
+        "grouped",
+        "--device",
+        "cpu",
+        "--rows",
+        "^down",
+        "--ops",
+        "fwd,ckpt ES",
+        "--groups",
+        "2",
+    ]
+    assert main([*command, "--arms", "torch", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "CPU smoke run" in out and "fwd, eager" in out and "ckpt ES, eager" in out
+    document = json.loads(path.read_text())
+    assert "CPU smoke run" in document["meta"]["gpu"]
+    assert [list(row["arms"]) for row in document["rows"]] == [["cake", "torch"]] * 2
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch, capsys):
+    run_row, count = grouped.run_row, itertools.count()
+
+    def interrupted(*args):
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return run_row(*args)
+
+    monkeypatch.setattr(grouped, "run_row", interrupted)
+    path = tmp_path / "r.json"
+    status = main(
+        ["grouped", "--device", "cpu", "--groups", "2", "--arms", "torch", "--json", str(path)]
+    )
+    assert status == 130 and len(json.loads(path.read_text())["rows"]) == 2
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_grouped_lists_and_explains(capsys):
+    assert main(["grouped", "--list", "--rows", "^gate_up E8 M131072 balanced, fwd"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.splitlines()[0] == "gate_up E8 M131072 balanced, fwd, eager" and "2 rows, about" in out
+    )
+    assert main(["grouped", "--list", "--rows", "nothing"]) == 2
+    with pytest.raises(SystemExit, match="unknown op 'fwdd'; there are fwd, dgrad"):
+        main(["grouped", "--ops", "fwdd"])
+
+
+def test_host_judges_by_the_median_round():
+    us = {"cake": [4.0, 9.0, 4.4], "torch.mm": [1.0, 1.0, 1.0]}
+    assert host.judge(us, host.Budget("torch.mm", 4.5)) == (pytest.approx(4.4), True)
+    assert host.judge(us, host.Budget("torch.mm", 4.3))[1] is False
+
+
+@pytest.mark.parametrize("limit, status", [(1e9, 0), (0.0, 1)])
+def test_host_checks_its_budgets(monkeypatch, capsys, limit, status):
+    budgets = {mode: host.Budget("torch.mm", limit) for mode in host.NULL_BUDGETS}
+    monkeypatch.setattr(host, "NULL_BUDGETS", budgets)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["host", "--rounds", "3", "--calls", "20", "--check"]) == status
+    out = capsys.readouterr().out
+    assert len(re.findall(r"cake \d+\.\d+, torch\.mm \d+\.\d+; cake / torch\.mm", out)) == 2
+
+
+def test_host_runs_no_kernel_and_builds_a_graph_only_with_grad():
+    cases = host.null_cases()
+    with cake_ops.testing.null_kernels():
+        for mode, calls in cases.items():
+            fn, tensors = calls["cake"]
+            assert fn(*tensors).requires_grad == (mode == "grad")
+
+
+# ---- on the GPU
+
+
+@pytest.mark.gpu
+def test_measure_on_the_gpu_sees_the_kernels():
+    device = CudaDevice()
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    calls = {"one": lambda: a @ a, "two": lambda: (a @ a, a @ a)}
+    timings, clocks = timing.measure(device, calls, groups=6)
+    assert sum(timings["two"].census.values()) == 2 * sum(timings["one"].census.values())
+    assert 1.7 < statistics.median(timings["two"].us) / statistics.median(timings["one"].us) < 2.3
+    assert all(clock is None or 200 < clock < 3000 for clock in clocks)
+    replay, outputs = device.capture(lambda: {"y": a @ a})
+    outputs["y"].zero_()
+    graph, _ = timing.measure(device, {"graph": replay}, groups=3)
+    assert graph["graph"].census == timings["one"].census
+    torch.testing.assert_close(outputs["y"], a @ a)
+
+
+@pytest.mark.gpu
+def test_the_pipeline_on_the_gpu(tmp_path):
+    rows = shapes.rows_of(shapes.smoke_cases())
+    found, failures = run(CudaDevice(), rows, tmp_path / "r.json")
+    assert failures == 0 and len(found.rows) == len(rows)
+    census = {
+        (r["shape"], r["op"], r["mode"]): d["census"]["cake"]
+        for r, d in zip(found.rows, found.details, strict=True)
+    }
+    for (shape, op, mode), kernels in census.items():
+        if op == "ckpt":
+            spared = census_difference(kernels, census[shape, "ckpt ES", mode])
+            assert list(spared.values()) == [1], spared

@@ -1,12 +1,16 @@
-"""Operands in every memory layout, and the check of an operator in every form it has."""
+"""Operands in every memory layout, the check of an operator in every form, and that of its refusals."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import reference
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import cake_ops
 
@@ -126,3 +130,21 @@ def assert_all_forms(name: str, *tensors: Tensor, tolerance: float | None = None
             assert accumulate(view, *tensors) is view
             assert_close(view, expected + start.double(), bound)
             assert (buffer[..., result.shape[-1] :] == CANARY).all()
+
+
+def assert_refused_alike(message: str, call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> None:
+    """``call(*tensors)`` raises the same error for real tensors, meta tensors and fake tensors."""
+
+    def on_meta(t: Tensor) -> Tensor:
+        twin = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        return twin.requires_grad_(t.requires_grad)
+
+    exactly = f"^{re.escape(message)}$"
+    with pytest.raises(RuntimeError, match=exactly):
+        call(*tensors)
+    with pytest.raises(RuntimeError, match=exactly):
+        call(*map(on_meta, tensors))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in tensors]
+        with pytest.raises(RuntimeError, match=exactly):
+            call(*fakes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 import time
@@ -25,8 +26,8 @@ from .accuracy import Data, Reference, relative_error
 from .arms import ARMS, Arm
 from .devices import CpuDevice, CudaDevice, run_meta
 from .progress import Progress, minutes
+from .records import BASE, Results, row_record
 from .report import plot, render
-from .results import BASE, Results, row_record
 from .shapes import (
     MODES,
     OPS,
@@ -84,6 +85,12 @@ def main(args: argparse.Namespace) -> int:
         return 2
     if args.groups < 2:
         print("--groups must be at least 2", file=sys.stderr)
+        return 2
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        print(f"--json: there is no folder {args.json.parent}", file=sys.stderr)
+        return 2
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        print("--plot needs matplotlib", file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(row.name for row in rows))

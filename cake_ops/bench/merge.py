@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from .records import Results
 from .report import plot, render
-from .results import Results
 
 __all__ = ["add_arguments", "main"]
 
@@ -25,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     results = Results.load(args.files[0])
     for path in args.files[1:]:
-        for row in results.update(Results.load(path)):
+        try:
+            replaced = results.update(Results.load(path))
+        except RuntimeError as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            return 2
+        for row in replaced:
             print(f"measured again in {path}, which is kept: {row}", file=sys.stderr)
     if args.json is not None:
         results.path = args.json

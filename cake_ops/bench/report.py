@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import BASE, LIBRARIES, META_KEYS, Results, best_library, geomean
+from .records import BASE, LIBRARIES, META_KEYS, Results, best_library, geomean
 
 __all__ = ["census_difference", "plot", "render"]
 

@@ -1,31 +1,34 @@
-// Grouped GEMM with ragged M: for every group e of rows, D[rows of e] = A[rows of e] op(B[e]), bf16 in and
-// out, FP32 accumulation, one rounding. Forward (A = x, B = w) and data gradient (A = g, B = w) are the
-// same kernel; they differ in whether B's contraction axis is contiguous ("nt", w[E, N, K] in the forward)
-// or its output axis is ("nn", the same w read in place by the data gradient). Rows past the last group
-// are written as zeros.
+// Grouped GEMM with ragged M: for every group e of rows, D[rows of e] = A[rows of e] op(B[e]), bf16
+// in and out, FP32 accumulation, one rounding. Forward (A = x, B = w) and data gradient (A = g, B =
+// w) are the same kernel; they differ in whether B's contraction axis is contiguous ("nt", w[E, N,
+// K] in the forward) or its output axis is ("nn", the same w read in place by the data gradient).
+// Rows past the last group are written as zeros.
 //
-// A cluster of kClusterM CTAs makes kClusterM * kTileM rows of one group times kTileN columns. Its CTAs need
-// the same tile of B, so each loads a slice of it and multicasts the slice to the others. In a CTA, one
-// warp is the producer: it issues the TMA loads of A (own rows) and B (own slice) into a ring of kStages
-// stages of 64 contraction steps. Two math warpgroups consume the ring, either 64 rows each (kTileM = 128)
-// or half the columns each (kTileM = 64). They never wait for each other: each releases stages, stages its
-// output and stores it by itself, so one multiplies while the other stores, and the producer runs ahead
-// into the next tile meanwhile. A warpgroup whose rows all lie past the group's end skips its products.
+// A cluster of kClusterM CTAs makes kClusterM * kTileM rows of one group times kTileN columns. Its
+// CTAs need the same tile of B, so each loads a slice of it and multicasts the slice to the others.
+// In a CTA, one warp is the producer: it issues the TMA loads of A (own rows) and B (own slice)
+// into a ring of kStages stages of 64 contraction steps. Two math warpgroups consume the ring,
+// either 64 rows each (kTileM = 128) or half the columns each (kTileM = 64). They never wait for
+// each other: each releases stages, stages its output and stores it by itself, so one multiplies
+// while the other stores, and the producer runs ahead into the next tile meanwhile. A warpgroup
+// whose rows all lie past the group's end skips its products.
 //
-// Loads need no masks: rows past the group's end are other rows of A (or zeros past M) and only reach rows
-// of D that are not stored; contraction steps past K are zeros in both operands (TMA bounds). Stores of
-// whole 64-row slices go by TMA, which clips columns at N; partial ones are copied row by row.
+// Loads need no masks: rows past the group's end are other rows of A (or zeros past M) and only
+// reach rows of D that are not stored; contraction steps past K are zeros in both operands (TMA
+// bounds). Stores of whole 64-row slices go by TMA, which clips columns at N; partial ones are
+// copied row by row.
 //
 // Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], 2 x 16 KB staging, barriers.
 //
-// Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled in),
-// dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
+// Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
+// in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
 //   map_a    bf16 2-D  dims (K, M)     strides (2 lda)            box (64, 64)
 //   map_b nt bf16 3-D  dims (K, N, E)  strides (2 ldb, 2 outer)   box (64, kTileN / kClusterM, 1)
 //   map_b nn bf16 3-D  dims (N, K, E)  strides (2 ldb, 2 outer)   box (64, 64, 1)
 //   map_d    bf16 2-D  dims (N, M)     strides (2 ldd)            box (64, 64)
-//            all: 128-byte swizzle, 256-byte L2 promotion, zero fill; K is the contraction, N the columns
-//            of D, whatever w's own axes are called; strides in bytes, each a multiple of 16
+//            all: 128-byte swizzle, 256-byte L2 promotion, zero fill; K is the contraction, N the
+//            columns of D, whatever w's own axes are called; strides in bytes, each a multiple of
+//            16
 //   d        bf16*       ldd  int64, row stride of D in elements
 //   offs     const int*  E ends       M, N, K, E  int32, M <= 2^30
 #include "cake/epilogue.cuh"
@@ -58,12 +61,14 @@ struct RaggedMConfig {
   static constexpr int kBytesA = kTileM * 128;
   static constexpr int kBytesB = kTileN * 128;
   using Pipeline = Pipeline<kStages, kClusterM, kMathWarps>;
-  static constexpr int kSmemBytes = kStages * (kBytesA + kBytesB) +
-                                    kMathWarpgroups * kStagingBytes + Pipeline::kBytes;
+  static constexpr int kSmemBytes =
+      kStages * (kBytesA + kBytesB) + kMathWarpgroups * kStagingBytes + Pipeline::kBytes;
 
-  static_assert(kTileM == 64 || kTileM == 128, "two warpgroups split 128 rows, or 64 rows' columns");
+  static_assert(kTileM == 64 || kTileM == 128,
+                "two warpgroups split 128 rows, or 64 rows' columns");
   static_assert(kAtomN == 64 || kAtomN == 128 || kAtomN == 256, "wgmma.cuh has these atoms");
-  static_assert(kClusterM == 1 || kClusterM == 2, "66 clusters of 2 fill an H200, larger ones do not");
+  static_assert(kClusterM == 1 || kClusterM == 2,
+                "66 clusters of 2 fill an H200, larger ones do not");
   static_assert(kTileN / kClusterM % 64 == 0, "a CTA's slice of B is whole 64-wide boxes");
   static_assert(kTileN / kClusterM <= 256, "a TMA box has at most 256 rows");
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory is all a Hopper CTA can have");
@@ -86,14 +91,15 @@ using nn_64x128_c1 = RaggedMConfig<Major::MN, 64, 128, 8, 1>;
 template <class Config>
 struct RaggedMTile {
   int group;
-  int row;       // first row of this CTA
-  int rows;      // how many of its kTileM rows are the group's, possibly none
+  int row;   // first row of this CTA
+  int rows;  // how many of its kTileM rows are the group's, possibly none
   int column;
   int k_blocks;  // 0 for rows that belong to no group: their result is zero
 
   using Scheduler = RaggedMScheduler<Config::kTileM * Config::kClusterM, Config::kSuperRows>;
 
-  __device__ __forceinline__ bool find(Scheduler& scheduler, int tile, int cta_rank, int k_blocks_all) {
+  __device__ __forceinline__ bool find(Scheduler& scheduler, int tile, int cta_rank,
+                                       int k_blocks_all) {
     int row_end, n_block;
     if (!scheduler.find(tile, group, row, row_end, n_block)) return false;
     row += cta_rank * Config::kTileM;
@@ -227,10 +233,10 @@ using Config = cake::config::CAKE_CONFIG;
 
 extern "C" __global__ void __cluster_dims__(Config::kClusterM, 1, 1)
     __launch_bounds__(Config::kThreads, 1)
-    CAKE_CONCATENATE(sm90_grouped_gemm_, CAKE_CONFIG)(const __grid_constant__ cake::TensorMap map_a,
-                                                      const __grid_constant__ cake::TensorMap map_b,
-                                                      const __grid_constant__ cake::TensorMap map_d,
-                                                      cake::bf16* d, cake::i64 ldd, const int* offs,
-                                                      int M, int N, int K, int E) {
+        CAKE_CONCATENATE(sm90_grouped_gemm_,
+                         CAKE_CONFIG)(const __grid_constant__ cake::TensorMap map_a,
+                                      const __grid_constant__ cake::TensorMap map_b,
+                                      const __grid_constant__ cake::TensorMap map_d, cake::bf16* d,
+                                      cake::i64 ldd, const int* offs, int M, int N, int K, int E) {
   cake::ragged_m_gemm<Config>(map_a, map_b, map_d, d, ldd, offs, M, N, K, E);
 }

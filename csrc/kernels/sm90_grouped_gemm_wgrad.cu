@@ -1,28 +1,33 @@
-// Weight gradient of a grouped GEMM, ragged in its contraction: dW[e] = G[rows of e]^T X[rows of e] for
-// every group e, bf16 operands, FP32 accumulation, stored as bf16 or FP32 or added to what is there. A group
-// without rows gives exact zeros, or leaves the sum alone.
+// Weight gradient of a grouped GEMM, ragged in its contraction: dW[e] = G[rows of e]^T X[rows of e]
+// for every group e, bf16 operands, FP32 accumulation, stored as bf16 or FP32 or added to what is
+// there. A group without rows gives exact zeros, or leaves the sum alone.
 //
-// A tile is kTileM rows (columns of G) by kTileN columns (columns of X) of one dW[e]. Both operands are
-// MN-major: a stage holds 64 rows of each, in boxes of 64 columns, and wgmma transposes on the fly. A cluster
-// of kClusterM CTAs makes kClusterM tiles below each other from the same columns of X, so each CTA loads a
-// slice of X and multicasts it. Roles, ring and independent warpgroups are those of sm90_grouped_gemm.cu.
-// One CTA makes a whole tile, over the rows in order: the bits depend on the group's rows alone.
+// A tile is kTileM rows (columns of G) by kTileN columns (columns of X) of one dW[e]. Both operands
+// are MN-major: a stage holds 64 rows of each, in boxes of 64 columns, and wgmma transposes on the
+// fly. A cluster of kClusterM CTAs makes kClusterM tiles below each other from the same columns of
+// X, so each CTA loads a slice of X and multicasts it. Roles, ring and independent warpgroups are
+// those of sm90_grouped_gemm.cu. One CTA makes a whole tile, over the rows in order: the bits
+// depend on the group's rows alone.
 //
-// A group starts at any row and its last k-block must not read past its end: those rows belong to other
-// groups or to nobody and may hold NaN, which times zero is NaN, so both operands need zeros there. The
-// tensor maps do it without a descriptor per group (as Triton's and QuACK's "ragged TMA"): besides columns
-// and rows (of size 2^30) they have two dimensions of stride ld and 2^34 - ld elements. At coordinates
-// (column, 2^30 - length + k, end, 2^30) the address is that of row end - length + k, because the three
-// large terms add up to 2^64 elements, and from k = length on the row is out of bounds and reads as zero.
+// A group starts at any row and its last k-block must not read past its end: those rows belong to
+// other groups or to nobody and may hold NaN, which times zero is NaN, so both operands need zeros
+// there. The tensor maps do it without a descriptor per group (as Triton's and QuACK's "ragged
+// TMA"): besides columns and rows (of size 2^30) they have two dimensions of stride ld and 2^34 -
+// ld elements. At coordinates (column, 2^30 - length + k, end, 2^30) the address is that of row end
+// - length + k, because the three large terms add up to 2^64 elements, and from k = length on the
+// row is out of bounds and reads as zero.
 //
-// Shared memory: G[kStages][64 x kTileM], X[kStages][64 x kTileN], 2 x 16 KB staging, barriers, group order.
+// Shared memory: G[kStages][64 x kTileM], X[kStages][64 x kTileN], 2 x 16 KB staging, barriers,
+// group order.
 //
-// Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled in),
-// dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
-//   map_g    bf16 4-D  dims (N, 2^30, 0x7fff0000, 0x7fff0000)  strides (2 ldg, 2 ldg, 2 (2^34 - ldg))
-//   map_x    bf16 4-D  dims (K, 2^30, 0x7fff0000, 0x7fff0000)  strides (2 ldx, 2 ldx, 2 (2^34 - ldx))
+// Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
+// in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
+//   map_g    bf16 4-D  dims (N, 2^30, 0x7fff0000, 0x7fff0000)  strides (2 ldg, 2 ldg, 2 (2^34 -
+//   ldg)) map_x    bf16 4-D  dims (K, 2^30, 0x7fff0000, 0x7fff0000)  strides (2 ldx, 2 ldx, 2 (2^34
+//   - ldx))
 //            both: box (64, 64, 1, 1), 128-byte swizzle, 256-byte L2 promotion, zero fill
-//   map_out  bf16 or f32 3-D  dims (K, N, E)  strides (size ldo, size outer)  box (128 / size, 64, 1),
+//   map_out  bf16 or f32 3-D  dims (K, N, E)  strides (size ldo, size outer)  box (128 / size, 64,
+//   1),
 //            128-byte swizzle; strides in bytes, each a multiple of 16
 //   out      dW, same address as map_out's       ldo, outer  int64, strides of dW in elements
 //   offs     const int*  E ends                  M, N, K, E  int32, M <= 2^30
@@ -56,12 +61,14 @@ struct RaggedKConfig {
   static constexpr int kBytesA = kTileM * 128;
   static constexpr int kBytesB = kTileN * 128;
   using Pipeline = Pipeline<kStages, kClusterM, kMathWarps>;
-  static constexpr int kSmemBytes = kStages * (kBytesA + kBytesB) + kMathWarpgroups * kStagingBytes +
-                                    Pipeline::kBytes + GroupOrder::kBytes;
+  static constexpr int kSmemBytes = kStages * (kBytesA + kBytesB) +
+                                    kMathWarpgroups * kStagingBytes + Pipeline::kBytes +
+                                    GroupOrder::kBytes;
 
   static_assert(kTileM == 128, "two warpgroups of 64 rows: setmaxnreg 40 / 232 is made for them");
   static_assert(kAtomN == 64 || kAtomN == 128 || kAtomN == 256, "wgmma.cuh has these atoms");
-  static_assert(kClusterM == 1 || kClusterM == 2, "66 clusters of 2 fill an H200, larger ones do not");
+  static_assert(kClusterM == 1 || kClusterM == 2,
+                "66 clusters of 2 fill an H200, larger ones do not");
   static_assert(kTileN / kClusterM % 64 == 0, "a CTA's slice of X is whole 64-wide boxes");
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory is all a Hopper CTA can have");
 };
@@ -81,10 +88,10 @@ using f32_add_128x128_c1 = RaggedKConfig<float, true, 128, 128, 6, 1>;
 template <class Config>
 struct RaggedKTile {
   int group;
-  int length;    // rows of the group: the contraction
-  int end;       // the row after its last one
-  int row;       // first row of dW[group] of this CTA
-  int rows;      // how many of its kTileM rows exist, possibly none
+  int length;  // rows of the group: the contraction
+  int end;     // the row after its last one
+  int row;     // first row of dW[group] of this CTA
+  int rows;    // how many of its kTileM rows exist, possibly none
   int column;
   int k_blocks;
 
@@ -128,8 +135,8 @@ __device__ __forceinline__ void load_tile(const RaggedKTile<Config>& tile, const
         ptx::cp_async_bulk_tensor_4d(stage_x + n * 128, map_x, full, column + n, k, tile.end,
                                      kRaggedRows);
       } else {
-        ptx::cp_async_bulk_tensor_4d_multicast(stage_x + n * 128, map_x, full, kAllCtas,
-                                               column + n, k, tile.end, kRaggedRows);
+        ptx::cp_async_bulk_tensor_4d_multicast(stage_x + n * 128, map_x, full, kAllCtas, column + n,
+                                               k, tile.end, kRaggedRows);
       }
     }
 #pragma unroll
@@ -174,9 +181,9 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
   ptx::griddepcontrol_wait();
   order.build(offs, E, M, Config::kTileK);
 
-  typename RaggedKTile<Config>::Scheduler scheduler(
-      order, offs, E, M, ceil_div(N, Config::kTileM * Config::kClusterM),
-      ceil_div(K, Config::kTileN));
+  typename RaggedKTile<Config>::Scheduler scheduler(order, offs, E, M,
+                                                    ceil_div(N, Config::kTileM * Config::kClusterM),
+                                                    ceil_div(K, Config::kTileN));
   RaggedKTile<Config> tile;
   const auto next_tile = [&](int round) {
     return tile.find(scheduler, scheduler.tile_of_round(round, cluster, num_clusters), cta_rank, N);
@@ -238,9 +245,11 @@ using Config = cake::config::CAKE_CONFIG;
 
 extern "C" __global__ void __cluster_dims__(Config::kClusterM, 1, 1)
     __launch_bounds__(Config::kThreads, 1)
-    CAKE_CONCATENATE(sm90_grouped_gemm_wgrad_, CAKE_CONFIG)(
-        const __grid_constant__ cake::TensorMap map_g, const __grid_constant__ cake::TensorMap map_x,
-        const __grid_constant__ cake::TensorMap map_out, Config::Element* out, cake::i64 ldo,
-        cake::i64 outer, const int* offs, int M, int N, int K, int E) {
+        CAKE_CONCATENATE(sm90_grouped_gemm_wgrad_,
+                         CAKE_CONFIG)(const __grid_constant__ cake::TensorMap map_g,
+                                      const __grid_constant__ cake::TensorMap map_x,
+                                      const __grid_constant__ cake::TensorMap map_out,
+                                      Config::Element* out, cake::i64 ldo, cake::i64 outer,
+                                      const int* offs, int M, int N, int K, int E) {
   cake::ragged_k_gemm<Config>(map_g, map_x, map_out, out, ldo, outer, offs, M, N, K, E);
 }

@@ -1,9 +1,9 @@
 // From wgmma accumulators to global memory, one warpgroup at a time.
 //
-// A warpgroup owns its 64 rows from the first product to the last store: its own two staging buffers,
-// its own named barrier, its own bulk stores. It writes a 64-row, 128-byte-wide slice (64 bf16 or 32 FP32
-// columns) into a buffer with the 128-byte swizzle, hands it to the copy engine and goes on with the other
-// buffer, while the other warpgroup may still be multiplying.
+// A warpgroup owns its 64 rows from the first product to the last store: its own two staging
+// buffers, its own named barrier, its own bulk stores. It writes a 64-row, 128-byte-wide slice (64
+// bf16 or 32 FP32 columns) into a buffer with the 128-byte swizzle, hands it to the copy engine and
+// goes on with the other buffer, while the other warpgroup may still be multiplying.
 #pragma once
 
 #include "cake/wgmma.cuh"
@@ -17,9 +17,11 @@ constexpr int kStagingBytes = kStagingBuffers * kBoxBytes;  // of one warpgroup
 template <class Element>
 constexpr int kSliceColumns = 128 / sizeof(Element);
 
-// Columns [kSlice * kSliceColumns, ...) of the accumulators -> one staging buffer, converted to Element.
+// Columns [kSlice * kSliceColumns, ...) of the accumulators -> one staging buffer, converted to
+// Element.
 template <class Element, int kSlice, int kColumns>
-__device__ __forceinline__ void write_slice(const float (&acc)[kColumns / 2], u32 buffer, int thread) {
+__device__ __forceinline__ void write_slice(const float (&acc)[kColumns / 2], u32 buffer,
+                                            int thread) {
   const int warp = thread / 32, lane = thread % 32;
   if constexpr (sizeof(Element) == 2) {
     const int row = warp * 16 + lane % 16;
@@ -44,9 +46,10 @@ __device__ __forceinline__ void write_slice(const float (&acc)[kColumns / 2], u3
   }
 }
 
-// Stages the accumulators slice by slice and calls emit(first column, buffer) for each, in all 128 threads,
-// once the slice is visible to the copy engine and to the warpgroup's own reads. Thread 0 must issue every
-// bulk store that emit makes: it is the one that waits for them before a buffer is written again.
+// Stages the accumulators slice by slice and calls emit(first column, buffer) for each, in all 128
+// threads, once the slice is visible to the copy engine and to the warpgroup's own reads. Thread 0
+// must issue every bulk store that emit makes: it is the one that waits for them before a buffer is
+// written again.
 template <class Element, int kColumns, int kSlice = 0, class Emit>
 __device__ __forceinline__ void store_slices(const float (&acc)[kColumns / 2], u32 staging,
                                              int barrier, int thread, const Emit& emit) {
@@ -66,8 +69,9 @@ __device__ __forceinline__ void store_slices(const float (&acc)[kColumns / 2], u
   }
 }
 
-// Copies the first `rows` rows of a staged bf16 slice to out[.., column ..], clipped to `num_columns`: the
-// rows below belong to another group. 16 bytes a thread, 128 contiguous bytes a row.
+// Copies the first `rows` rows of a staged bf16 slice to out[.., column ..], clipped to
+// `num_columns`: the rows below belong to another group. 16 bytes a thread, 128 contiguous bytes a
+// row.
 __device__ __forceinline__ void copy_rows(u32 buffer, bf16* out, i64 ld, int rows, int column,
                                           int num_columns, int thread) {
   const int chunk = thread % 8;
@@ -81,11 +85,11 @@ __device__ __forceinline__ void copy_rows(u32 buffer, bf16* out, i64 ld, int row
   }
 }
 
-// acc += the bf16 values at out[rows, columns], so that the sum is rounded once. `out` is the warpgroup's
-// first element; elements outside are left alone.
+// acc += the bf16 values at out[rows, columns], so that the sum is rounded once. `out` is the
+// warpgroup's first element; elements outside are left alone.
 template <int kColumns>
-__device__ __forceinline__ void add_bf16(float (&acc)[kColumns / 2], const bf16* out, i64 ld, int rows,
-                                         int columns, int thread) {
+__device__ __forceinline__ void add_bf16(float (&acc)[kColumns / 2], const bf16* out, i64 ld,
+                                         int rows, int columns, int thread) {
   const int row = thread / 32 * 16 + thread % 32 / 4;
   const int column = 2 * (thread % 4);
 #pragma unroll

@@ -1,11 +1,12 @@
-// The ring of shared-memory stages between the TMA producer and the wgmma consumers of a cluster, and
-// the consumer's mainloop over it.
+// The ring of shared-memory stages between the TMA producer and the wgmma consumers of a cluster,
+// and the consumer's mainloop over it.
 //
 // Each stage has a `full` and an `empty` mbarrier. `full` completes when the bytes that its CTA
-// announced have landed, from whichever CTA of the cluster issued the copy. `empty` completes when every
-// consumer warp of every CTA in the cluster has let go of the stage, because a multicast copy writes
-// into all of them. Producer and consumers each carry a (stage, phase) of their own and meet only in
-// the barriers, so the two warpgroups may drift apart by as many k-blocks as there are stages.
+// announced have landed, from whichever CTA of the cluster issued the copy. `empty` completes when
+// every consumer warp of every CTA in the cluster has let go of the stage, because a multicast copy
+// writes into all of them. Producer and consumers each carry a (stage, phase) of their own and meet
+// only in the barriers, so the two warpgroups may drift apart by as many k-blocks as there are
+// stages.
 #pragma once
 
 #include "cake/wgmma.cuh"
@@ -48,9 +49,7 @@ struct Pipeline {
   u32 barriers;  // shared address of full[kStages], then empty[kStages]
 
   __device__ __forceinline__ u32 full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ u32 empty(int stage) const {
-    return barriers + 8 * (kStages + stage);
-  }
+  __device__ __forceinline__ u32 empty(int stage) const { return barriers + 8 * (kStages + stage); }
 
   // One thread; the caller then fences and synchronises the cluster.
   __device__ __forceinline__ void init() const {
@@ -61,7 +60,8 @@ struct Pipeline {
   }
 
   // Producer thread: wait until the stage is free everywhere, then announce `bytes` for this CTA.
-  // A fresh barrier counts as having completed the phase before its first, hence the inverted parity.
+  // A fresh barrier counts as having completed the phase before its first, hence the inverted
+  // parity.
   __device__ __forceinline__ void producer_acquire(const State& state, u32 bytes) const {
     while (!ptx::mbarrier_try_wait_parity(empty(state.stage), state.phase ^ 1)) {
     }
@@ -83,12 +83,12 @@ struct Pipeline {
   }
 };
 
-// acc[64, kN] = sum over `k_blocks` stages of A[64, 64] B[64, kN], one warpgroup; exact zeros without any.
-// `tile_a`, `tile_b` are this warpgroup's parts of stage 0; a stage holds kBytesA of A and kBytesB of B.
-// One k-block stays in flight: a stage is released when the products after it have been issued and its own
-// have completed. The accumulators start as zeros rather than with an overwriting first product: ptxas
-// keeps what that product would overwrite alive from tile to tile (184 bytes of stack), or, with the first
-// k-block peeled, serialises the products (C7518).
+// acc[64, kN] = sum over `k_blocks` stages of A[64, 64] B[64, kN], one warpgroup; exact zeros
+// without any. `tile_a`, `tile_b` are this warpgroup's parts of stage 0; a stage holds kBytesA of A
+// and kBytesB of B. One k-block stays in flight: a stage is released when the products after it
+// have been issued and its own have completed. The accumulators start as zeros rather than with an
+// overwriting first product: ptxas keeps what that product would overwrite alive from tile to tile
+// (184 bytes of stack), or, with the first k-block peeled, serialises the products (C7518).
 template <Major kMajorA, Major kMajorB, int kBytesA, int kBytesB, int kN, class Pipeline>
 __device__ __forceinline__ void mainloop(float (&acc)[kN / 2], const Pipeline& pipeline,
                                          typename Pipeline::State& state, u32 tile_a, u32 tile_b,
@@ -118,7 +118,8 @@ __device__ __forceinline__ void mainloop(float (&acc)[kN / 2], const Pipeline& p
   if (k_blocks > 0) pipeline.consumer_release(previous, lane);
 }
 
-// A warpgroup with no valid rows follows the stages without multiplying: the barriers count every warp.
+// A warpgroup with no valid rows follows the stages without multiplying: the barriers count every
+// warp.
 template <class Pipeline>
 __device__ __forceinline__ void skip_mainloop(const Pipeline& pipeline,
                                               typename Pipeline::State& state, int k_blocks,

@@ -1,7 +1,8 @@
 // One inline function per PTX instruction, named after it. No policy lives here.
 //
-// Shared-memory operands are 32-bit shared-window addresses (`shared_address`); `bar` is the address of
-// an mbarrier. A function issued by "one thread" is meant for a thread chosen by the caller.
+// Shared-memory operands are 32-bit shared-window addresses (`shared_address`); `bar` is the
+// address of an mbarrier. A function issued by "one thread" is meant for a thread chosen by the
+// caller.
 #pragma once
 
 #include "cake/types.cuh"
@@ -81,9 +82,9 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// Arrives on the same barrier of CTA `rank` of the cluster. Without `.release.cluster`: that qualifier
-// costs a MEMBAR.ALL.GPU per arrival (757 -> 635 TFLOP/s on an H200), and what it would order is the
-// wgmma reads that `wgmma.wait_group` has already seen complete.
+// Arrives on the same barrier of CTA `rank` of the cluster. Without `.release.cluster`: that
+// qualifier costs a MEMBAR.ALL.GPU per arrival (757 -> 635 TFLOP/s on an H200), and what it would
+// order is the wgmma reads that `wgmma.wait_group` has already seen complete.
 __device__ __forceinline__ void mbarrier_arrive_shared_cluster(u32 bar, u32 rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -140,44 +141,44 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(u32 dst, const TensorMap
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(u32 dst, const TensorMap& map,
                                                                   u32 bar, u16 ctas, int x, int y,
                                                                   int z) {
-  asm volatile(CAKE_TMA_LOAD("3d") ".multicast::cluster [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(
-                   dst),
-               "l"(&map), "r"(bar), "h"(ctas), "r"(x), "r"(y), "r"(z)
-               : "memory");
+  asm volatile(
+      CAKE_TMA_LOAD("3d") ".multicast::cluster [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(dst),
+      "l"(&map), "r"(bar), "h"(ctas), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_multicast(u32 dst, const TensorMap& map,
                                                                   u32 bar, u16 ctas, int x, int y,
                                                                   int z, int w) {
-  asm volatile(CAKE_TMA_LOAD("4d") ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::
-                   "r"(dst),
-               "l"(&map), "r"(bar), "h"(ctas), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+  asm volatile(
+      CAKE_TMA_LOAD("4d") ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
+      "l"(&map), "r"(bar), "h"(ctas), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 
 #undef CAKE_TMA_LOAD
 
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const TensorMap& map, u32 src, int x,
                                                               int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
-                   &map),
-               "r"(src), "r"(x), "r"(y)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+      "r"(src), "r"(x), "r"(y)
+      : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_store(const TensorMap& map, u32 src, int x,
                                                               int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-                   "l"(&map),
-               "r"(src), "r"(x), "r"(y), "r"(z)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(src), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_3d_add(const TensorMap& map, u32 src,
                                                                    int x, int y, int z) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-          "l"(&map),
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(&map),
       "r"(src), "r"(x), "r"(y), "r"(z)
       : "memory");
 }

@@ -1,13 +1,14 @@
 // Which tile a cluster works on next, from offsets that only the device knows.
 //
-// Persistent and static: cluster c of C takes tiles c, C + c, 2C + c, ... of a list that every warp of
-// every role derives by itself from `offs`, so roles need no barrier to agree on a tile and the order of
-// the work, hence every bit of the result, depends on nothing but the problem. Groups are looked up
-// through a window of 32, one a lane, that only ever moves forward: a lookup costs one ballot and a few
-// shuffles, and E may be anything.
+// Persistent and static: cluster c of C takes tiles c, C + c, 2C + c, ... of a list that every warp
+// of every role derives by itself from `offs`, so roles need no barrier to agree on a tile and the
+// order of the work, hence every bit of the result, depends on nothing but the problem. Groups are
+// looked up through a window of 32, one a lane, that only ever moves forward: a lookup costs one
+// ballot and a few shuffles, and E may be anything.
 //
-// Offsets are not trusted. The end of group e is taken as max over i <= e of clamp(offs[i], 0, M) and its
-// start as the end of group e - 1, which is what sorted offsets say and keeps any others inside [0, M].
+// Offsets are not trusted. The end of group e is taken as max over i <= e of clamp(offs[i], 0, M)
+// and its start as the end of group e - 1, which is what sorted offsets say and keeps any others
+// inside [0, M].
 #pragma once
 
 #include "cake/ptx.cuh"
@@ -18,8 +19,8 @@ constexpr u32 kAllLanes = 0xffffffff;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
-// 32 consecutive groups, one a lane. Group E is [last end, M), the rows past every group, and groups
-// after it are empty.
+// 32 consecutive groups, one a lane. Group E is [last end, M), the rows past every group, and
+// groups after it are empty.
 struct GroupWindow {
   const int* offs;
   int num_groups;
@@ -53,10 +54,11 @@ struct Block {
   int n;
 };
 
-// Order of the m_blocks x n_blocks tiles of one group: super-blocks of `kSuperRows` block rows, column by
-// column within, every other one right to left. The tiles that run at one time then span a compact
-// rectangle, whose panels of both operands stay in L2, and the panels at a turn are used twice. (Without
-// the turn DRAM reads of a 65536 x 6144 x 4096 forward on an H200 were 7.4 instead of 7.0 GB.)
+// Order of the m_blocks x n_blocks tiles of one group: super-blocks of `kSuperRows` block rows,
+// column by column within, every other one right to left. The tiles that run at one time then span
+// a compact rectangle, whose panels of both operands stay in L2, and the panels at a turn are used
+// twice. (Without the turn DRAM reads of a 65536 x 6144 x 4096 forward on an H200 were 7.4 instead
+// of 7.0 GB.)
 template <int kSuperRows>
 __device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
   const int super = tile / (kSuperRows * n_blocks);
@@ -67,8 +69,8 @@ __device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
           super % 2 == 0 ? column : n_blocks - 1 - column};
 }
 
-// Tiles of the ragged-M passes: `kRows` rows of one group (a tile never spans two), one block of columns.
-// After the groups come the tiles of the rows that belong to none.
+// Tiles of the ragged-M passes: `kRows` rows of one group (a tile never spans two), one block of
+// columns. After the groups come the tiles of the rows that belong to none.
 template <int kRows, int kSuperRows>
 struct RaggedMScheduler {
   GroupWindow window;
@@ -89,8 +91,7 @@ struct RaggedMScheduler {
     }
     const int lane = __ffs(__ballot_sync(kAllLanes, tile < tiles_end)) - 1;
     const int begin = __shfl_sync(kAllLanes, window.begin, lane);
-    const int m_blocks =
-        ceil_div(__shfl_sync(kAllLanes, window.end - window.begin, lane), kRows);
+    const int m_blocks = ceil_div(__shfl_sync(kAllLanes, window.end - window.begin, lane), kRows);
     const int before = __shfl_sync(kAllLanes, tiles_end, lane) - m_blocks * n_blocks;
     const Block block = raster<kSuperRows>(tile - before, m_blocks, n_blocks);
     group = window.first + lane;
@@ -114,15 +115,15 @@ struct RaggedMScheduler {
   }
 };
 
-// Order of the groups of the ragged-K pass. A tile costs its group's k-blocks, so groups go heavy first
-// (ties by index): a heavy tile that starts last would leave every other cluster idle, 14 % of a pass when
-// one of four groups holds half the rows. Up to kSorted groups are ranked in shared memory, by counting;
-// more groups are small next to the whole and keep their own order.
+// Order of the groups of the ragged-K pass. A tile costs its group's k-blocks, so groups go heavy
+// first (ties by index): a heavy tile that starts last would leave every other cluster idle, 14 %
+// of a pass when one of four groups holds half the rows. Up to kSorted groups are ranked in shared
+// memory, by counting; more groups are small next to the whole and keep their own order.
 struct GroupOrder {
   static constexpr int kSorted = 256;
   static constexpr int kBytes = kSorted * (4 + 2);
 
-  int ends[kSorted];  // end of group e
+  int ends[kSorted];   // end of group e
   u16 order[kSorted];  // group of rank r
 
   // All threads of the CTA, before they part into roles; it synchronises them.
@@ -171,8 +172,8 @@ struct RaggedKScheduler {
                                               int n_blocks)
       : window(offs, num_groups, num_rows), order(order), m_blocks(m_blocks), n_blocks(n_blocks) {}
 
-  // The tile of a cluster's round `round`. Odd rounds are dealt in reverse, so that over two rounds of
-  // falling cost every cluster gets about the same.
+  // The tile of a cluster's round `round`. Odd rounds are dealt in reverse, so that over two rounds
+  // of falling cost every cluster gets about the same.
   __device__ __forceinline__ int tile_of_round(int round, int cluster, int num_clusters) const {
     return round * num_clusters + (round % 2 == 0 ? cluster : num_clusters - 1 - cluster);
   }

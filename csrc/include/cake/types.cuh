@@ -1,7 +1,7 @@
 // Fixed-width aliases, the opaque tensor map and a few integer helpers.
 //
-// Nothing here includes a host header (<cuda.h>, <stdint.h>), so that nvcc and NVRTC compile the same
-// sources. A CUtensorMap is 128 opaque bytes for device code: only its address matters.
+// Nothing here includes a host header (<cuda.h>, <stdint.h>), so that nvcc and NVRTC compile the
+// same sources. A CUtensorMap is 128 opaque bytes for device code: only its address matters.
 #pragma once
 
 namespace cake {

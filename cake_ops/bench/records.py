@@ -80,8 +80,8 @@ class Results:
         self.details: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any], detail: dict[str, Any]) -> None:
-        self.rows.append(row)
-        self.details.append(detail)
+        self.rows.append(_rounded(row))  # so that what is printed is what is stored
+        self.details.append(_rounded(detail))
         self.save()
 
     def save(self) -> None:
@@ -125,9 +125,7 @@ class Results:
                 self.rows.append(row)
                 self.details.append(detail)
             else:
-                notes.append(
-                    f"row measured twice, the later file's kept: {', '.join(row_key(row))}"
-                )
+                replaced.append(", ".join(row_key(row)))
                 self.rows[i], self.details[i] = row, detail
         return replaced
 
@@ -135,8 +133,7 @@ class Results:
 def _lines(records: Sequence[Mapping[str, Any]]) -> str:
     """One record a line, for grep and for a readable diff."""
     return "".join(
-        f"\n{json.dumps(_rounded(record))}{',' * (i < len(records))}"
-        for i, record in enumerate(records, 1)
+        f"\n{json.dumps(record)}{',' * (i < len(records))}" for i, record in enumerate(records, 1)
     )
 
 

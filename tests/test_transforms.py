@@ -1,0 +1,266 @@
+"""The operators under what wraps a call: torch.func, tensor subclasses, modes, fake tensors, tracers."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from families import FAMILIES, OPERATORS, problem
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cake_ops
+from cake_ops.testing import count_launches
+
+
+def squared(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda a, b: op(a, b).pow(2).sum()
+
+
+# torch.func
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h36_grad_and_vjp(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    expected = torch.autograd.grad(squared(op)(a, b), (a, b))
+    with count_launches() as launches:
+        actual = torch.func.grad(squared(op), argnums=(0, 1))(a.detach(), b.detach())
+    assert sum(launches.values()) == 3
+    assert all(map(torch.equal, actual, expected))
+    y, vjp = torch.func.vjp(op, a.detach(), b.detach())
+    assert all(map(torch.equal, vjp(2 * y), expected))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h36_nested_grad(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    f = squared(op)
+
+    def of_gradient(a: Tensor, b: Tensor) -> Tensor:
+        return torch.func.grad(f)(a, b).pow(2).sum()
+
+    (da,) = torch.autograd.grad(f(a, b), a, create_graph=True)
+    expected = torch.autograd.grad(da.pow(2).sum(), (a, b))
+    nested = torch.func.grad(of_gradient, argnums=(0, 1))(a.detach(), b.detach())
+    outer = torch.autograd.grad(of_gradient(a, b), (a, b))  # autograd around torch.func
+    assert all(map(torch.equal, nested, expected))
+    assert all(map(torch.equal, outer, expected))
+    assert torch.autograd.grad(op(a, b).sum(), a)[0].shape == a.shape  # the next plain call
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h36_vmap(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands(a_grad=False, b_grad=False)
+    many_a, many_b = torch.stack([a, 2 * a, -a], 1), torch.stack([b, b, b + 1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's slow fallback warns
+        both = torch.vmap(op, in_dims=(1, 0))(many_a, many_b)
+        one = torch.vmap(op, in_dims=(1, None))(many_a, b)
+        grads = torch.vmap(torch.func.grad(squared(op)), in_dims=(1, None))(many_a, b)
+        through = torch.func.grad(lambda m: torch.vmap(op, (1, None))(m, b).pow(2).sum())(many_a)
+    each = many_a.unbind(1)
+    assert torch.equal(both, torch.stack([op(s, t) for s, t in zip(each, many_b, strict=True)]))
+    assert torch.equal(one, torch.stack([op(s, b) for s in each]))
+    expected = torch.stack([torch.func.grad(squared(op))(s, b) for s in each])
+    assert torch.equal(grads, expected)
+    torch.testing.assert_close(through, expected.movedim(0, 1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_h36_batched_gradients(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    y = op(a, b)
+    g = torch.randn(4, *y.shape, dtype=op.dtype)
+    actual = torch.autograd.grad(y, (a, b), g, is_grads_batched=True, retain_graph=True)
+    for i in range(4):
+        expected = torch.autograd.grad(y, (a, b), g[i], retain_graph=True)
+        assert all(torch.equal(d[i], e) for d, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("module", ["grouped", "router"])
+def test_h36_functional_call(module: str) -> None:
+    x = torch.randn(10, 6)
+    if module == "grouped":
+        layer, rest = cake_ops.nn.GroupedLinear(3, 6, 5), problem("grouped_mm").offs
+    else:
+        layer, rest = cake_ops.nn.RouterLinear(6, 5), ()
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    grads = torch.func.grad(
+        lambda p: torch.func.functional_call(layer, p, (x, *rest)).pow(2).sum()
+    )(parameters)
+    layer(x, *rest).pow(2).sum().backward()
+    assert grads.keys() == parameters.keys()
+    for name, p in layer.named_parameters():
+        assert torch.equal(grads[name], p.grad)
+
+
+def test_h36_tensor_that_left_a_transform() -> None:
+    op = problem("grouped_mm")
+    a, b = op.operands(a_grad=False)
+    leaked = []
+    torch.func.grad(lambda a: leaked.append(a) or op(a, b).sum())(a)
+    y = op(leaked[0], b)
+    assert torch.equal(y, op(a, b))
+    y.sum().backward()
+    assert b.grad is not None
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_forward_mode_is_refused_and_never_dropped(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands(a_grad=False, b_grad=False)
+    match = f"cake::{name}: forward-mode differentiation is not implemented"
+    for grad_enabled in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(grad_enabled):
+            dual_a, dual_b = (forward_ad.make_dual(t, torch.ones_like(t)) for t in (a, b))
+            with pytest.raises(NotImplementedError, match=match):
+                op(dual_a, b)
+            with pytest.raises(NotImplementedError, match=match):
+                op(a, dual_b)
+            assert torch.equal(op(a, b), op(a, b))  # no tangent: an ordinary call
+    with pytest.raises(NotImplementedError, match=match):
+        torch.func.jvp(op, (a, b), (a, b))
+    with pytest.raises(NotImplementedError, match=match):
+        torch.func.jacfwd(op)(a, b)
+    with pytest.raises(NotImplementedError, match="forward-mode"):  # forward over reverse
+        torch.func.jvp(lambda a: torch.func.grad(squared(op))(a, b), (a,), (a,))
+    with pytest.raises(NotImplementedError, match="forward-mode"):  # reverse over forward
+        torch.func.grad(lambda a: torch.func.jvp(op, (a, b), (a, b))[1].sum())(a)
+
+
+# Subclasses, modes, fake tensors
+
+
+class Tagged(Tensor):
+    """A ``__torch_function__`` subclass with torch's default behaviour."""
+
+
+class Record(TorchDispatchMode):
+    """Notes the operators of the namespace that a dispatch mode sees, and whether grad mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "cake":
+            self.seen[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_subclasses(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    expected = torch.autograd.grad(squared(op)(a, b), (a, b))
+
+    y = op(a.detach().as_subclass(Tagged), b)
+    assert type(y) is Tagged and torch.equal(y.as_subclass(Tensor), op(a, b))
+
+    p, q = torch.nn.Parameter(a.detach()), torch.nn.Parameter(b.detach())
+    squared(op)(p, q).backward()
+    assert torch.equal(p.grad, expected[0]) and torch.equal(q.grad, expected[1])
+
+    inner = a.detach(), 2 * a.detach()
+    two = TwoTensor(*inner).requires_grad_()  # a __torch_dispatch__ subclass
+    y = op(two, b)
+    assert type(y) is TwoTensor and torch.equal(y.b, op(inner[1], b))
+    y.pow(2).sum().backward()
+    assert type(two.grad) is TwoTensor and torch.equal(two.grad.a, expected[0])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_dispatch_mode_sees_the_call_and_its_gradients(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    expected = torch.autograd.grad(op(a, b).sum(), (a, b))
+    with count_launches() as launches, Record() as mode:
+        actual = torch.autograd.grad(op(a, b).sum(), (a, b))
+    assert mode.seen == launches and sum(launches.values()) == 3
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_and_meta_tensors(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(t) for t in (a, b, *op.offs)]
+
+    def step() -> Tensor:
+        y = op.overload(*fake)
+        y.sum().backward()
+        return y
+
+    with count_launches() as launches:
+        with mode:
+            inside = step()
+        outside = step()
+        y = op.overload(*(t.detach().to("meta").requires_grad_(t.is_floating_point())
+                          for t in (a, b, *op.offs)))
+        y.sum().backward()
+    assert not launches
+    for t in (inside, outside):
+        assert isinstance(t, FakeTensor) and t.device.type == "cpu"
+    real = op(a, b)
+    for t in (inside, outside, y):
+        assert (t.shape, t.stride(), t.dtype) == (real.shape, real.stride(), real.dtype)
+        assert t.requires_grad
+    assert y.is_meta
+    for t, leaf in zip(fake, (a, b)):
+        assert isinstance(t.grad, FakeTensor) and t.grad.shape == leaf.shape
+
+
+# Tracers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    traced = torch.jit.trace(lambda a, b, *offs: 2 * op.overload(a, b, *offs), (a, b, *op.offs))
+    kinds = Counter(node.kind() for node in traced.graph.nodes())
+    assert kinds[f"cake::{name}"] == 1
+    y = traced(a + 1, b, *op.offs)
+    assert torch.equal(y, 2 * op(a + 1, b))
+    expected = torch.autograd.grad(2 * op(a, b).sum(), (a, b))
+    actual = torch.autograd.grad(traced(a, b, *op.offs).sum(), (a, b))
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_autograd(name: str) -> None:
+    torch._dynamo.reset()
+    op = problem(name)
+    graphs = []
+
+    def compiler(gm: torch.fx.GraphModule):
+        def record(gm: torch.fx.GraphModule, inputs):
+            graphs.append(gm)
+            return gm
+
+        return torch.compile(gm, backend=record, fullgraph=True)
+
+    for _ in range(2):
+        a, b = op.operands()
+        expected = torch.autograd.grad(squared(op)(a, b), (a, b))
+        y = squared(op)(a, b)
+        with compiled_autograd._enable(compiler):
+            y.backward()
+        torch.testing.assert_close((a.grad, b.grad), expected)
+    assert len(graphs) == 1  # the second iteration runs the graph of the first
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert any(f"{name}_dgrad" in t for t in targets) and any(f"{name}_wgrad" in t for t in targets)

@@ -86,11 +86,6 @@ def prepare(
     """
     name, device = _problem_name(op), _device_key(tensors[0])
     explanation = explain(name, *tensors, **options)
-    if explanation.path == "kernel after a copy":
-        raise RuntimeError(
-            f"cake::{name}: cannot prepare a launch on these tensors ({explanation.reason});"
-            " copy them first"
-        )
     problem = PROBLEMS[name]
     if out is None:
         out = problem.allocate(*tensors, out_dtype=options.get("out_dtype"))

@@ -41,8 +41,8 @@ def dense_mm_wgrad(op: str, g: Tensor, x: Tensor) -> Shape:
     require(
         g.dim() >= 1 and g.dim() == x.dim(),
         lambda: (
-            f"cake::{op}: g [.., N] and x [.., K] must have the same number of dimensions,"
-            f" got {shape_of(g)} and {shape_of(x)}"
+            f"cake::{op}: g [.., N] and x [.., K] must have the same number of dimensions, one at"
+            f" least, got {shape_of(g)} and {shape_of(x)}"
         ),
     )
     check_device(op, "x", x, g.device)

@@ -6,15 +6,17 @@ element which a kernel forgets to write cannot pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
 from cake_ops._problem import Problem
 
-pytest.register_assert_rewrite("forms")
-torch.set_num_threads(1)  # the problems are small; on a busy machine two threads cost ten times the time
+pytest.register_assert_rewrite("forms")  # before its first import
+from forms import Place
+
+torch.set_num_threads(
+    1
+)  # the problems are small; on a busy machine two threads cost ten times the time
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,13 +32,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each test that takes it runs on the CPU, and on the GPU where there is one."""
     return torch.device(request.param)
-
-
-class Place(NamedTuple):
-    """Where a GEMM runs and on what: the CPU takes four dtypes, the GPU BF16."""
-
-    device: torch.device
-    dtype: torch.dtype
 
 
 @pytest.fixture(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import reference
@@ -18,6 +18,16 @@ NAN = float("nan")
 CANARY = 77.0
 FAMILIES = ("grouped_mm", "router_mm", "dense_mm", "batched_mm")
 SUFFIXES = ("", "_dgrad", "_wgrad")
+PRODUCTS = tuple(family + suffix for family in FAMILIES for suffix in SUFFIXES)
+BF16, INT32 = torch.bfloat16, torch.int32
+E, M, N, K = 3, 10, 40, 24  # of good_arguments
+
+
+class Place(NamedTuple):
+    """Where a GEMM runs and on what: the CPU takes four dtypes, the GPU BF16."""
+
+    device: torch.device
+    dtype: torch.dtype
 
 
 def _sliced(t: Tensor) -> Tensor:
@@ -59,6 +69,26 @@ def select(name: str, x: Tensor, w: Tensor, g: Tensor, *offs: Tensor) -> tuple[T
     if name.endswith("_wgrad"):
         return (g, x, *offs)
     return (x, w, *offs)
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def canary(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.full(shape, CANARY, dtype=dtype)
+
+
+def good_arguments(name: str) -> dict[str, Tensor]:
+    """The tensors of a right call of the operator ``name``, in any of its forms."""
+    family = name.partition("_")[0]
+    leading = {"dense": (2,), "batched": (E,)}.get(family, ())
+    experts = (E,) if family in ("grouped", "batched") else ()
+    x, w, g = zeros(*leading, M, K), zeros(*experts, N, K), zeros(*leading, M, N)
+    offs = torch.tensor([3, 3, 8], dtype=INT32)
+    names = [argument.name for argument in getattr(torch.ops.cake, name).default._schema.arguments]
+    known = {"x": x, "w": w, "g": g, "offs": offs}
+    return {name: known[name] for name in names if name in known}
 
 
 def result_dtypes(name: str, operand: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -132,7 +162,9 @@ def assert_all_forms(name: str, *tensors: Tensor, tolerance: float | None = None
             assert (buffer[..., result.shape[-1] :] == CANARY).all()
 
 
-def assert_refused_alike(message: str, call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> None:
+def assert_refused_alike(
+    message: str, call: Callable[..., Any], tensors: tuple[Tensor, ...]
+) -> None:
     """``call(*tensors)`` raises the same error for real tensors, meta tensors and fake tensors."""
 
     def on_meta(t: Tensor) -> Tensor:

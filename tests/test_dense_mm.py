@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from conftest import Place
-from forms import LAYOUTS, NAN, SUFFIXES, assert_all_forms, assert_close, same_bits, select
+from forms import LAYOUTS, NAN, SUFFIXES, Place, assert_all_forms, assert_close, same_bits, select
 from torch import Tensor
 
 import cake_ops
@@ -71,9 +70,7 @@ def test_h09_batched_values_at_every_size(
 @pytest.mark.parametrize("name", (*DENSE, *BATCHED))
 @pytest.mark.parametrize("operand", [0, 1], ids=["first", "second"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_in_every_layout(
-    device: torch.device, name: str, operand: int, layout: str
-) -> None:
+def test_values_in_every_layout(device: torch.device, name: str, operand: int, layout: str) -> None:
     place = Place(device, BF16)
     batch = (3,) if name in BATCHED else ()
     tensors = [
@@ -88,7 +85,7 @@ def test_values_in_every_layout(
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_batched_head_views_are_read_in_place(device: torch.device, name: str) -> None:
-    """[T, L, .] buffers of heads as [L, T, .] views, both for the operands and for ``out``."""
+    """Buffers of heads [T, L, .] as views [L, T, .]."""
     place = Place(device, BF16)
     x, g = randn(63, 5, 40, place=place), randn(63, 5, 24, place=place)
     w = randn(5, 24, 40, place=place)
@@ -101,9 +98,7 @@ def test_batched_head_views_are_read_in_place(device: torch.device, name: str) -
 def test_nan_stays_in_its_row(device: torch.device, name: str) -> None:
     place = Place(device, BF16)
     batch = (3,) if name in BATCHED else ()
-    x, w, g = (
-        randn(*s, place=place) for s in ((3, 63, 40), (*batch, 72, 40), (3, 63, 72))
-    )
+    x, w, g = (randn(*s, place=place) for s in ((3, 63, 40), (*batch, 72, 40), (3, 63, 72)))
     a, b = select(name, x, w, g)
     clean = getattr(cake_ops, name)(a, b)
     a[1, 5, 7] = NAN
@@ -122,9 +117,7 @@ def test_results_are_bitwise_repeatable(
     """In the deterministic mode; the other one need only be right."""
     place = Place(device, BF16)
     batch = (3,) if name in BATCHED else ()
-    x, w, g = (
-        randn(*s, place=place) for s in ((3, 257, 200), (*batch, 136, 200), (3, 257, 136))
-    )
+    x, w, g = (randn(*s, place=place) for s in ((3, 257, 200), (*batch, 136, 200), (3, 257, 136)))
     tensors = select(name, x, w, g)
     first = getattr(cake_ops, name)(*tensors, deterministic=deterministic)
     assert_close(first, reference.PRODUCTS[name](*tensors))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
@@ -90,9 +91,7 @@ def test_product_and_gradients_are_those_of_torch(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operand", [0, 1], ids=["mat_a", "mat_b"])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_in_every_layout(
-    device: torch.device, form: str, operand: int, layout: str
-) -> None:
+def test_values_in_every_layout(device: torch.device, form: str, operand: int, layout: str) -> None:
     layouts = ["contiguous", "contiguous"]
     layouts[operand] = layout
     a, b = make(form, *layouts, device)
@@ -169,40 +168,45 @@ def test_h22_ragged_columns_of_the_second_operand(device: torch.device) -> None:
     )
 
 
-BAD = {
+NEEDED = "offs is needed unless both operands have 3 dimensions, got offs ="
+OUT_DTYPE = (
+    "out_dtype must be that of the operands (torch.bfloat16) where the ragged dimension is not"
+)
+BAD = {  # shapes of mat_a and mat_b, options, message
     "bias": (
-        (M, K), (E, K, N), {"bias": torch.zeros(N)},
+        ((M, K), (E, K, N)),
+        {"bias": torch.zeros(N)},
         "bias is not supported; add it to the result",
     ),
     "dimensions": (
-        (K,), (E, K, N), {},
+        ((K,), (E, K, N)),
+        {},
         "mat_a and mat_b must have 2 or 3 dimensions, got [24] and [4, 24, 48]",
     ),
     "no-offs": (
-        (M, K), (E, K, N), {"offs": None},
-        "offs is needed unless both operands have 3 dimensions, got offs = None with mat_a [64, 24]"
-        " and mat_b [4, 24, 48]",
+        ((M, K), (E, K, N)),
+        {"offs": None},
+        f"{NEEDED} None with mat_a [64, 24] and mat_b [4, 24, 48]",
     ),
     "offs-of-a-batch": (
-        (E, M, K), (E, K, N), {},
-        "offs is needed unless both operands have 3 dimensions, got offs = [4] with mat_a"
-        " [4, 64, 24] and mat_b [4, 24, 48]",
+        ((E, M, K), (E, K, N)),
+        {},
+        f"{NEEDED} [4] with mat_a [4, 64, 24] and mat_b [4, 24, 48]",
     ),
     "out-dtype": (
-        (M, K), (E, K, N), {"out_dtype": torch.float32},
-        "out_dtype must be that of the operands (torch.bfloat16) where the ragged dimension is not"
-        " contracted, got torch.float32",
+        ((M, K), (E, K, N)),
+        {"out_dtype": torch.float32},
+        f"{OUT_DTYPE} contracted, got torch.float32",
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("shape_a, shape_b, options, message", BAD.values(), ids=BAD)
-def test_bad_calls(shape_a, shape_b, options: dict, message: str) -> None:
-    tensors = (
-        torch.zeros(shape_a, dtype=BF16),
-        torch.zeros(shape_b, dtype=BF16),
-        reference.offsets(GROUPS),
-    )
+@pytest.mark.parametrize("shapes, options, message", BAD.values(), ids=BAD)
+def test_bad_calls(
+    shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str
+) -> None:
+    mat_a, mat_b = (torch.zeros(shape, dtype=BF16) for shape in shapes)
+    tensors = (mat_a, mat_b, reference.offsets(GROUPS))
     assert_refused_alike(
         f"cake_ops.functional.grouped_mm: {message}",
         lambda a, b, offs: cake_ops.functional.grouped_mm(a, b, **{"offs": offs, **options}),

@@ -141,9 +141,7 @@ def test_h09_backward_of_zero_sizes(device: torch.device, name: str, zero: str) 
         "batched_mm": ((e, m, k), (e, n, k)),
     }
     dtype = torch.float32 if name == "router_mm" else BF16
-    x, w = (
-        torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes[name]
-    )
+    x, w = (torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes[name])
     offs = (reference.offsets([m // 2] * e, device),) if name == "grouped_mm" else ()
     y = getattr(cake_ops, name)(x, w, *offs)
     assert_close(y, reference.PRODUCTS[name](x.detach(), w.detach(), *offs))

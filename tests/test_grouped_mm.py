@@ -10,8 +10,7 @@ from typing import NamedTuple
 import pytest
 import reference
 import torch
-from conftest import Place
-from forms import CANARY, LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
+from forms import CANARY, LAYOUTS, NAN, Place, assert_all_forms, assert_close, same_bits, select
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,9 +72,7 @@ def test_h09_values_at_every_size(place: Place, sizes: Sizes, name: str) -> None
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("operand", [0, 1], ids=["first", "second"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_in_every_layout(
-    device: torch.device, name: str, operand: int, layout: str
-) -> None:
+def test_values_in_every_layout(device: torch.device, name: str, operand: int, layout: str) -> None:
     x, w, g, offs = make(Sizes([7, 0, 64, 1], n=72, k=40, tail=5), device)
     tensors = list(select(name, x, w, g, offs))
     if layout.endswith("expanded") and tensors[operand].isnan().any():

@@ -7,12 +7,10 @@ import copy
 import pytest
 import reference
 import torch
-from conftest import Place
-from forms import NAN, assert_close, assert_refused_alike, same_bits
+from forms import NAN, Place, assert_close, assert_refused_alike, same_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cake_ops
 from cake_ops.nn import GroupedLinear, RouterLinear
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -163,12 +161,17 @@ def test_grouped_linear_is_initialised_as_linear() -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", [(24,), (7, 24), (2, 5, 24), (0, 3, 24)])
 def test_router_linear_is_linear_in_fp32(
-    device: torch.device, shape: tuple[int, ...], bias: bool, x_dtype: torch.dtype, w_dtype
+    device: torch.device,
+    shape: tuple[int, ...],
+    bias: bool,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
 ) -> None:
     module = RouterLinear(24, 40, bias, device=device, dtype=w_dtype)
     x = torch.randn(shape, device=device).to(x_dtype).requires_grad_()
     y = module(x)
-    x64, twin = x.detach().double().requires_grad_(), nn.Linear(24, 40, bias, device=device).double()
+    x64 = x.detach().double().requires_grad_()
+    twin = nn.Linear(24, 40, bias, device=device, dtype=torch.float64)
     twin.load_state_dict(module.state_dict())
     expected = twin(x64)
     assert y.dtype == FP32

@@ -1,18 +1,18 @@
 """Plans a grouped GEMM launch: which kernel, which tensor maps, how many CTAs. Pure functions.
 
 Nothing here imports torch or CUDA, so all of it is tested on the CPU. The kernels are those of
-``csrc/kernels/sm90_grouped_gemm.cu`` (layouts "nt" and "nn") and ``sm90_grouped_gemm_wgrad.cu`` ("tn"); their
-headers state the same geometry from the device's side.
+``csrc/kernels/sm90_grouped_gemm.cu`` (layouts nt and nn) and ``sm90_grouped_gemm_wgrad.cu`` (tn),
+whose headers state the same geometry from the device's side.
 
-Throughout, M, N, K and E are the kernel's own: M ragged rows in all groups, and
+M, N, K and E are the kernel's own here: M ragged rows in all groups, and
 
-======  ==========================  ==================  ===================================================
-layout  result                      contraction         used for
-======  ==========================  ==================  ===================================================
-nt      ``D[M, N]``                 K, contiguous in B  fwd with ``w[E, N, K]``
-nn      ``D[M, N]``                 K, rows of B        dgrad (N, K swapped), fwd with ``w`` stored transposed
-tn      ``dW[E, N, K]``             rows of a group     wgrad
-======  ==========================  ==================  ===================================================
+======  ===============  =======================  ===============================================
+layout  result           contraction              used for
+======  ===============  =======================  ===============================================
+nt      ``D[M, N]``      K, contiguous in B       fwd with ``w[E, N, K]``
+nn      ``D[M, N]``      K, rows of B             dgrad (N, K swapped), fwd with w transposed
+tn      ``dW[E, N, K]``  rows of each group       wgrad
+======  ===============  =======================  ===============================================
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
     TMA needs rows of whole 16-byte units, so N and K are multiples of 8; the tensor maps of ragged
     groups hold 2^30 rows; a scheduler counts tiles in 32 bits.
     """
-    tile_m = 128 if config.layout == "tn" else config.tile_m
+    tn = config.layout == "tn"
+    atom_n = config.tile_n if config.tile_m == 128 else config.tile_n // 2  # columns of a warpgroup
     return (
-        config.tile_m in (64, 128)
-        and tile_m == config.tile_m
-        and config.tile_n in ((128, 256) if config.layout != "tn" else (64, 128, 256))
+        config.tile_m in ((128,) if tn else (64, 128))
+        and atom_n in (64, 128, 256)
         and config.cluster_m in (1, 2)
         and config.tile_n % (64 * config.cluster_m) == 0
+        and config.tile_n // config.cluster_m <= 256
         and config.smem_bytes <= SMEM_LIMIT
-        and (config.layout == "tn" or config.output == "bf16_store")
+        and (tn or config.output == "bf16_store")
         and 0 <= M <= MAX_ROWS
-        and min(N, K) > 0
+        and min(N, K, E) > 0
         and N % 8 == K % 8 == 0
-        and E > 0
-        and max_tiles(config, M, N, K, E) < 2**31
+        and max_tiles(config, M, N, K, E) <= 1 << 30
     )
 
 
@@ -153,9 +153,8 @@ def select_config(
 def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_sms: int) -> float:
     """Returns a model of the time, in SM clocks: rounds of tiles, times the cost of a tile.
 
-    A k-block takes the longer of its products (2048 multiply-adds a clock and SM) and its loads from L2
-    (about 48 bytes a clock and SM). A tile adds the part of its epilogue that nothing hides and, when
-    it is the cluster's only one, the latency of filling the ring.
+    A k-block takes the longer of its products (2048 multiply-adds a clock and SM) and its loads
+    from L2 (about 48 bytes a clock and SM). A tile adds an epilogue, a launch a constant.
     """
     rows = config.tile_m * config.cluster_m
     if config.layout == "tn":
@@ -179,8 +178,8 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
 class TensorMapGeometry:
     """What cuTensorMapEncodeTiled needs besides the address: innermost dimension first.
 
-    ``strides`` are in bytes and begin with the second dimension. Every map has element strides of one,
-    no interleave, the 128-byte swizzle, 256-byte L2 promotion and zero fill out of bounds.
+    ``strides`` are in bytes and begin with the second dimension. Every map has element strides of
+    one, no interleave, the 128-byte swizzle, 256-byte L2 promotion and zero fill out of bounds.
     """
 
     dtype: Literal["bf16", "f32"]
@@ -196,14 +195,14 @@ class TensorMapGeometry:
 
 
 def rows_map(rows: int, columns: int, ld: int) -> TensorMapGeometry:
-    """Map of A or D of the layouts nt and nn: bf16 ``[rows, columns]``, row stride ``ld`` elements."""
+    """Map of A or D of nt and nn: bf16 ``[rows, columns]``, row stride ``ld`` elements."""
     return TensorMapGeometry("bf16", (columns, rows), (2 * _stride(rows, ld, columns),), (64, 64))
 
 
 def weight_map(
     config: GroupedConfig, N: int, K: int, E: int, ld: int, outer: int
 ) -> TensorMapGeometry:
-    """Map of B: bf16 ``[E, N, K]`` (nt) or ``[E, K, N]`` (nn), strides ``outer`` and ``ld`` elements."""
+    """Map of B: bf16 ``[E, N, K]`` (nt) or ``[E, K, N]`` (nn), strides in elements."""
     columns, rows = (K, N) if config.layout == "nt" else (N, K)
     box_rows = config.tile_n // config.cluster_m if config.layout == "nt" else 64
     ld = _stride(rows, ld, columns)
@@ -214,10 +213,10 @@ def weight_map(
 def ragged_map(columns: int, ld: int) -> TensorMapGeometry:
     """Map of G or X of the layout tn: bf16 ``[M, columns]`` whose groups the hardware bounds.
 
-    The device passes ``(column, 2^30 - length + k, end, 2^30)`` for row k of the group of ``length`` rows
-    that ends before row ``end``. The strides make that the address of row ``end - length + k``, modulo
-    2^64 elements, and rows from ``length`` on lie outside the second dimension. M does not occur, so the
-    map of an empty tensor is the same, at any valid address.
+    The device passes ``(column, 2^30 - length + k, end, 2^30)`` for row k of the group of
+    ``length`` rows that ends before row ``end``. The strides make that the address of row
+    ``end - length + k``, modulo 2^64 elements, and rows from ``length`` on lie outside the second
+    dimension. M does not occur, so the map of an empty tensor is the same, at any valid address.
     """
     ld = max(ld, 8)
     return TensorMapGeometry(

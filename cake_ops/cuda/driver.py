@@ -28,7 +28,8 @@ def check(result: tuple) -> Any:
     """Returns what a driver call gave besides its status, or raises ``RuntimeError`` naming the error."""
     status, *values = result
     if status:
-        raise RuntimeError(f"cake_ops: the CUDA driver reports {status.name}")
+        advice = "; call cake_ops.warmup() before the capture" if "CAPTURE" in status.name else ""
+        raise RuntimeError(f"cake_ops: the CUDA driver reports {status.name}{advice}")
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -58,10 +59,18 @@ def _load(name: str) -> Any:
 
 @functools.cache
 def kernel(name: str, device: int, smem_bytes: int) -> Any:
-    """The handle of a kernel that may use ``smem_bytes`` of dynamic shared memory on ``device``."""
+    """The handle of a kernel that may use ``smem_bytes`` of dynamic shared memory on ``device``.
+
+    Loading is not part of a graph, so a capture that is under way must not refuse it.
+    """
     cu = driver()
     bind_context(device)
-    handle = cu.CUkernel(int(_load(name).handle))
-    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(cu.cuKernelSetAttribute(attribute, smem_bytes, handle, device))
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    mode = check(cu.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        handle = cu.CUkernel(int(_load(name).handle))
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(cu.cuKernelSetAttribute(attribute, smem_bytes, handle, device))
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(mode))
     return handle

@@ -51,5 +51,7 @@ def ragged_columns(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: b
         product = torch.mm(
             torch.where(inside, g, 0).t(), torch.where(inside, x, 0), out_dtype=torch.float32
         )
-        dw[e] = dw[e] + product if accumulate else product
+        if accumulate:  # an empty group keeps its bits: -0 + 0 is 0
+            product = torch.where(end > start, (dw[e] + product).to(dw.dtype), dw[e])
+        dw[e] = product
         start = end

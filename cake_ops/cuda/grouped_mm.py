@@ -93,7 +93,13 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         return find(*tensors, out_dtype).explanation
 
     def prepare(out: Tensor, *tensors: Tensor) -> Callable[[], None]:
-        return partial(into_route(make, out, *tensors).run, out, *tensors)
+        route = into_route(make, out, *tensors)
+        if route.explanation.path == "kernel after a copy":
+            raise RuntimeError(
+                f"cake::{name}: cannot prepare a launch on these tensors"
+                f" ({route.explanation.reason}); copy them first"
+            )
+        return partial(route.run, out, *tensors)
 
     columns = -1 if name.endswith("dgrad") else -2
     op = OPS[name]

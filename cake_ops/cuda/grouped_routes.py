@@ -37,7 +37,7 @@ def _row_stride(t: Tensor) -> int | None:
     ld = t.stride(-2) if rows > 1 else columns
     unit = t.stride(-1) == 1 or columns == 1
     granule = 16 // t.element_size()
-    return ld if unit and ld > 0 and ld % granule == 0 and t.data_ptr() % 16 == 0 else None
+    return ld if unit and ld >= columns and ld % granule == 0 and t.data_ptr() % 16 == 0 else None
 
 
 def _stack_strides(t: Tensor) -> tuple[int, int] | None:
@@ -162,18 +162,18 @@ def columns_route(
     if odd or not (ldg and ldx and strides and offs.is_contiguous()):
 
         def run_copied(out, g, x, offs):
-            g = pad8(g, 1) if odd or not ldg else g
-            x = pad8(x, 1) if odd or not ldx else x
+            g = pad8(g, 1) if odd else g if ldg else _packed(g)
+            x = pad8(x, 1) if odd else x if ldx else _packed(x)
             into = out
-            if odd or not strides:
-                dtype = torch.float32 if accumulate else out.dtype
-                into = g.new_empty(E, g.shape[1], x.shape[1], dtype=dtype)
+            if (odd or not strides) and accumulate:
+                into = pad8(out, 1, 2)
+            elif odd or not strides:
+                into = g.new_empty(E, g.shape[1], x.shape[1], dtype=out.dtype)
             offs = offs.contiguous()
-            make = columns_add_route if accumulate and into is out else columns_route
+            make = columns_add_route if accumulate else columns_route
             into_route(make, into, g, x, offs).run(into, g, x, offs)
             if into is not out:
-                into = into[:, :N, :K]
-                out.copy_(out + into if accumulate else into)
+                out.copy_(into[:, :N, :K])
 
         reason = (
             f"N = {N} or K = {K} is no multiple of 8"

@@ -70,7 +70,7 @@ class Plan:
         self.grid, self.threads, self.smem_bytes = grid, threads, smem_bytes
         self.parameters, self.programmatic = parameters, programmatic
         self.handle = kernel(name, device, smem_bytes)
-        self._tables = tuple(MapTable(geometry) for geometry in maps)
+        self._tables = tuple(MapTable(geometry, device) for geometry in maps)
         self._pointers = sum(p == POINTER for p in parameters)
         self._pack = struct.Struct(f"{self._pointers + len(maps)}Q").pack_into
         self._pool: list[tuple[Any, int]] = []

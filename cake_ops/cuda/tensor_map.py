@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from .config import TensorMapGeometry
-from .driver import check, driver
+from .driver import bind_context, check, driver
 
 MAX_ADDRESSES = 64
 """Maps kept for one geometry: more than the buffers a training step rotates through."""
@@ -25,16 +25,17 @@ Entry = tuple[int, Any]
 class MapTable:
     """The tensor maps of one geometry, by address."""
 
-    __slots__ = ("_entries", "_geometry", "_lock", "get")
+    __slots__ = ("_device", "_entries", "_geometry", "_lock", "get")
 
-    def __init__(self, geometry: TensorMapGeometry) -> None:
-        self._geometry = geometry
+    def __init__(self, geometry: TensorMapGeometry, device: int) -> None:
+        self._geometry, self._device = geometry, device
         self._entries: dict[int, Entry] = {}
         self._lock = threading.Lock()
         self.get = self._entries.get
 
     def add(self, address: int) -> Entry:
         """Encodes the map of ``address`` and keeps it, in the place of the oldest one when full."""
+        bind_context(self._device)  # the driver may refuse to encode in a thread without a context
         entry = _encode(address, self._geometry)
         with self._lock:
             if len(self._entries) >= MAX_ADDRESSES:

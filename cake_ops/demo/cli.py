@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .data import read_corpus
-from .experts import GROUPED_MM, why_not_run
+from .experts import why_not_run
 from .model import ModelConfig
 from .report import Progress, opening, summary
 from .train import Arm, Run, TrainConfig, sample
@@ -41,45 +41,101 @@ Prints a summary, continues a sentence, and writes a picture. Ctrl-C ends it ear
 what was done (exit code 130)."""
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m cake_ops.demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m cake_ops.demo",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, CUDA where there is one")
-    add("--dtype", choices=("auto", *DTYPES), default="auto",
-        help="of the activations; default: auto, bf16 on CUDA and fp32 on the CPU, where many emulate bf16")  # fmt: skip
-    add("--seed", type=int, default=0, help="of weights, batches and sample; default: 0")
-    add("--compile", action="store_true", help="run each model through torch.compile(fullgraph=True)")
-    add("--compare", default="torch,loop", metavar="ARMS",
-        help="what to run beside cake: torch, loop, both with a comma, or none; default: torch,loop")  # fmt: skip
-    add("--compare-steps", type=_positive, default=60, metavar="N", help="for how many steps; default: 60")
-    add("--sample", type=int, default=200, metavar="N", help="bytes of text to write at the end; default: 200")
-    add("--out", type=Path, default=Path("cake_demo.png"), help="the picture; default: cake_demo.png")
-    sizes = parser.add_argument_group("sizes (default on the CPU, on CUDA)")
-    for name, (cpu, cuda, text) in SIZES.items():
-        kind = float if name == "lr" else _positive
-        sizes.add_argument(f"--{name}", type=kind, metavar="N", help=f"{text}; default: {cpu}, {cuda}")
-    options = parser.parse_args(argv)
 
-    cuda = torch.cuda.is_available()
-    if options.device == "auto":
-        options.device = "cuda" if cuda else "cpu"
-    elif options.device == "cuda" and not cuda:
+    sizes = parser.add_argument_group("sizes")
+    for name, (cpu, cuda, text) in SIZES.items():
+        (parser if name == "steps" else sizes).add_argument(
+            f"--{name}",
+            type=float if name == "lr" else _positive,
+            metavar="X" if name == "lr" else "N",
+            help=f"{text}; default: {cpu} on the CPU, {cuda} on CUDA",
+        )
+    add = parser.add_argument
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to train; default: auto, CUDA where there is a GPU",
+    )
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="of the activations; default: bf16 on CUDA (the only choice there), fp32 on the CPU",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the weights, the batches and the sample; default: 0",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="use torch.compile(fullgraph=True); default: eager",
+    )
+    add(
+        "--compare",
+        default="torch,loop",
+        metavar="ARMS",
+        help="what to run beside cake: torch, loop, torch,loop or none; default: torch,loop",
+    )
+    add(
+        "--compare-steps",
+        type=_positive,
+        default=60,
+        metavar="N",
+        help="for how many steps; default: 60",
+    )
+    add(
+        "--sample",
+        type=int,
+        default=200,
+        metavar="N",
+        help="bytes of text to write at the end; default: 200",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("cake_demo.png"),
+        metavar="PNG",
+        help="the picture to write; default: cake_demo.png",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
         parser.error("--device cuda: torch sees no CUDA device")
-    on_cuda = options.device == "cuda"
-    if options.dtype == "auto":
-        options.dtype = "bf16" if on_cuda else "fp32"
+    on_cuda = options.device == "cuda" or (options.device == "auto" and has_cuda)
+    options.device = "cuda" if on_cuda else "cpu"
+    if on_cuda and options.dtype == "fp32":
+        parser.error("--dtype fp32: the grouped GEMM takes bf16 on CUDA")
+    options.dtype = options.dtype or ("bf16" if on_cuda else "fp32")
     for name, defaults in SIZES.items():
         key = name.replace("-", "_")
         if getattr(options, key) is None:
             setattr(options, key, defaults[on_cuda])
     options.compare = [] if options.compare == "none" else options.compare.split(",")
-    for arm in options.compare:
-        if arm not in GROUPED_MM or arm == "cake" or options.compare.count(arm) > 1:
-            parser.error(f"--compare: expected torch, loop, torch,loop or none, got {arm!r}")
+    if not set(options.compare) <= {"torch", "loop"} or len(set(options.compare)) < len(
+        options.compare
+    ):
+        parser.error(
+            f"--compare: expected torch, loop, torch,loop or none, got {','.join(options.compare)}"
+        )
     if options.width % (2 * options.heads):
-        parser.error(f"--width {options.width}: must be a multiple of 2 x --heads = {2 * options.heads}")
+        parser.error(
+            f"--width {options.width}: must be a multiple of 2 x --heads = {2 * options.heads}"
+        )
     if options.top_k > options.experts:
         parser.error(f"--top-k {options.top_k}: must not exceed --experts = {options.experts}")
     return options
@@ -112,7 +168,7 @@ def prepare(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
         seed=options.seed,
         compile=options.compile,
     )
-    not_run = {a: why_not_run(a, config.device, config.dtype, shape) for a in options.compare}
+    not_run = {a: why_not_run(a, config.dtype, shape) for a in options.compare}
     names = ["cake", *(arm for arm in options.compare if not not_run[arm])]
     arms = [Arm(name, shape, config) for name in names]
     run = Run(shape, config, read_corpus(config.device), arms)
@@ -140,7 +196,7 @@ def write_picture(run: Run, path: Path) -> None:
 
         draw(run, path)
     except ImportError as error:
-        return print(f"no picture: {error} (pip install matplotlib)")
+        return print(f"no picture: {error} (pip install 'cake-ops[demo]' brings matplotlib)")
     print(f"picture: {path}")
 
 
@@ -153,7 +209,7 @@ def demo(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         stopped = True
         print(f"\nstopped by Ctrl-C after {len(run.cake.steps)} of {run.config.steps} steps")
-    print(summary(run), "\n", sep="", flush=True)
+    print("", summary(run), "", sep="\n", flush=True)
     write_picture(run, options.out)
     if options.sample > 0 and not stopped:
         print(f"\nThe model continues {PROMPT!r}:\n")

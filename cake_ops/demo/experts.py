@@ -34,16 +34,13 @@ GROUPED_MM: dict[str, GroupedMM] = {
 }
 
 
-def why_not_run(arm: str, device: torch.device, dtype: torch.dtype, shape: ModelConfig) -> str:
+def why_not_run(arm: str, dtype: torch.dtype, shape: ModelConfig) -> str:
     """The reason why ``arm`` cannot run a model of this ``shape``, or ''."""
-    if arm != "torch":
-        return ""
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        return f"torch's grouped_mm takes bfloat16 alone on CUDA, and this run has {dtype}"
-    for name in ("width", "hidden"):
-        row = getattr(shape, name) * dtype.itemsize
-        if row % 16:
-            return f"torch's grouped_mm needs rows of a multiple of 16 bytes, and {name} makes {row}"
+    if arm == "torch":
+        for name in ("width", "hidden"):
+            row = getattr(shape, name) * dtype.itemsize
+            if row % 16:
+                return f"its rows must be a multiple of 16 bytes, and --{name} makes {row}"
     return ""
 
 

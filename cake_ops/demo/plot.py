@@ -91,7 +91,7 @@ def _draw_difference(run: Run, axes: Any) -> None:
         )  # a logarithmic axis has no zero, so equal losses are counted in the legend
         axes.plot(
             torch.arange(1, steps + 1)[apart], gaps[apart], ".-", color=COLOURS[arm.name], linewidth=1, markersize=4,
-            label=f"{arm.name} (equal in {steps - int(apart.sum())} of {steps} steps)",
+            label=f"{arm.name} (equal bits in {steps - int(apart.sum())} of {steps} steps)",
         )  # fmt: skip
     axes.set(
         title="Difference of the training loss to cake's", xlabel="step", ylabel="nats per byte"

@@ -18,40 +18,60 @@ from .train import WARMUP_STEPS, Arm, Run
 
 def opening(run: Run, not_run: dict[str, str]) -> str:
     """What is trained, on what, where and with which kernels."""
-    config, shape = run.config, run.model_config
+    config, shape, corpus = run.config, run.model_config, run.corpus
     parameters = sum(p.numel() for p in run.cake.model.parameters())
-    experts = sum(
-        p.numel()
-        for n, p in run.cake.model.named_parameters()
-        if ".experts.up" in n or ".experts.down" in n
-    )
-    active = parameters - experts * (shape.experts - shape.top_k) // shape.experts
+    experts = sum(p.numel() for block in run.cake.model.blocks for p in block.experts.parameters())
+    used = parameters - experts + experts * shape.top_k // shape.experts
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    lines = [
-        "Training a byte-level mixture-of-experts language model from scratch, with cake_ops.",
-        "",
-        f"  text     the help pages of Python {python} (pydoc_data.topics): {len(run.corpus.train):,} bytes"
-        f" to train on, {len(run.corpus.held_out):,} held out",
-        f"  model    {shape.layers} blocks, width {shape.width}, {shape.heads} heads; {shape.experts} experts"
-        f" of hidden width {shape.hidden}, {shape.top_k} per byte",
-        f"           {parameters:,} parameters, {active:,} of them used for a byte",
-        f"  device   {device_name(config.device)}, {str(config.dtype).removeprefix('torch.')} activations,"
-        " float32 weights and router",
-        f"  kernels  cake_ops {cake_ops.__version__}: grouped_mm for the experts, router_mm for the router,"
-        " linear for the projections",
-        f"  steps    {config.steps} of {config.batch} x {shape.context} bytes"
-        + (", compiled with fullgraph=True" if config.compile else ""),
+    others = " and ".join(arm.name for arm in run.arms[1:])
+    facts = [
+        ("text", f"the help pages of Python {python} (pydoc_data.topics)"),
+        ("", f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out"),
+        ("model", f"{shape.layers} blocks of width {shape.width} with {shape.heads} heads"),
+        (
+            "",
+            f"{shape.experts} experts of hidden width {shape.hidden}, {shape.top_k} for each byte",
+        ),
+        ("", f"{parameters:,} parameters, {used:,} of them used for a byte"),
+        ("device", device_name(config.device)),
+        ("types", f"{_name(config.dtype)} activations, float32 weights and router"),
+        *zip(("kernels", "", ""), kernels(run), strict=True),
+        ("steps", f"{config.steps} of {config.batch} x {shape.context} bytes"),
     ]
-    others = [arm.name for arm in run.arms[1:]]
     if others:
-        lines.append(
-            f"  compare  the first {config.compare_steps} steps also with {' and '.join(others)}:"
-            " same weights, same batches, in turn"
-        )
-    lines += [f"  {name} does not run: {reason}" for name, reason in not_run.items()]
+        facts.append(("compared", f"the first {config.compare_steps} steps also with {others}:"))
+        facts.append(("", "same weights, same batches, in turn"))
+    facts += [("", f"{name} does not run: {reason}") for name, reason in not_run.items()]
     if config.compile:
-        lines += [f"  {a.name} runs eagerly: {a.why_eager}" for a in run.arms if a.why_eager]
-    return "\n".join([*lines, ""])
+        facts.append(("compiled", "with torch.compile(fullgraph=True)"))
+        facts += [("", f"{a.name} runs eagerly: {a.why_eager}") for a in run.arms if a.why_eager]
+    title = "cake_ops demo: a byte-level mixture-of-experts language model, trained from scratch"
+    return "\n".join([title, "", *(f"  {name:<10}{fact}" for name, fact in facts), ""])
+
+
+def kernels(run: Run) -> list[str]:
+    """How cake serves the GEMMs of a step, in its own words."""
+    config, shape = run.config, run.model_config
+    tokens = config.batch * shape.context
+
+    def tensor(*size: int, dtype: torch.dtype = config.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=config.device)
+
+    x = tensor(tokens, shape.width)
+    rows = tensor(tokens * shape.top_k, shape.width)
+    offs = tensor(shape.experts, dtype=torch.int32)
+    up = tensor(shape.experts, 2 * shape.hidden, shape.width)
+    gate = tensor(shape.experts, shape.width, dtype=torch.float32)
+    qkv = tensor(3 * shape.width, shape.width)
+    return [
+        f"experts      grouped_mm  {cake_ops.explain(cake_ops.grouped_mm, rows, up, offs)}",
+        f"router       router_mm   {cake_ops.explain(cake_ops.router_mm, x, gate)}",
+        f"projections  linear      {cake_ops.explain(cake_ops.dense_mm, x, qkv)}",
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
@@ -122,75 +142,57 @@ def loss_difference(run: Run, arm: Arm) -> float:
 
 
 def summary(run: Run) -> str:
-    """The table; a figure that the run did not get to is a dash and never an estimate."""
-    return "\n".join(["", *_loss_rows(run), "", *_arm_rows(run), "", *_launch_rows(run)])
+    """The table; a figure that the run did not get to is a dash."""
+    return "\n".join([*_loss_rows(run), "", *_arm_rows(run), "", *_launch_rows(run)])
 
 
-def _row(label: str, cells: list[str], remark: str = "") -> str:
-    return (
-        f"{label:<36}"
-        + "".join(f"{cell:>12}" for cell in cells)
-        + (f"   {remark}" if remark else "")
-    )
+def _row(label: str, cells: list[str]) -> str:
+    return f"  {label:<34}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _figure(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
 
 
 def _loss_rows(run: Run) -> list[str]:
     last = max(run.held_out, default=0)
     nats = [run.held_out.get(0), run.held_out[last] if last else None]
+    bits = [None if x is None else x / math.log(2) for x in nats]
     return [
         _row("", ["before", f"step {last}" if last else "after"]),
-        _row("held-out loss        nats per byte", [_figure(x, ".3f") for x in nats]),
-        _row(
-            "                     bits per byte",
-            [_figure(x and x / math.log(2), ".3f") for x in nats],
-        ),
+        _row("held-out loss, nats per byte", [_figure(x, ".3f") for x in nats]),
+        _row("               bits per byte", [_figure(x, ".3f") for x in bits]),
     ]
 
 
 def _arm_rows(run: Run) -> list[str]:
     steps = compared_steps(run)
     timed = max(0, steps - WARMUP_STEPS)
-    rates = [
-        tokens_per_second(run, a.seconds[WARMUP_STEPS:steps]) if timed else None for a in run.arms
-    ]
+    rates: list[float | None] = [None] * len(run.arms)
+    if timed:
+        rates = [tokens_per_second(run, arm.seconds[WARMUP_STEPS:steps]) for arm in run.arms]
     rows = [
         _row("", [arm.name for arm in run.arms]),
-        _row(
-            "training speed      bytes per second",
-            [_figure(rate, ",.0f") for rate in rates],
-            f"median of {timed} whole steps each, in turn"
-            if len(rates) > 1
-            else f"median of {timed} steps",
-        ),
+        _row("training speed, bytes per second", [_figure(rate, ",.0f") for rate in rates]),
     ]
-    if len(run.arms) > 1:
-        ratios = [rate / rates[0] if rate and rates[0] else None for rate in rates]
-        gaps = [loss_difference(run, arm) if steps else None for arm in run.arms[1:]]
-        rows += [
-            _row("                        cake = 1", [_figure(ratio, ".2f") for ratio in ratios]),
-            _row(
-                "largest loss difference to cake",
-                ["-", *(_figure(gap, ".1e") for gap in gaps)],
-                f"over the first {steps} steps",
-            ),
-        ]
-    return rows
+    if len(run.arms) == 1:
+        return [*rows, f"    median of {timed} whole steps"]
+    ratios = [rate / rates[0] if rate and rates[0] else None for rate in rates]
+    gaps = [loss_difference(run, arm) if steps else None for arm in run.arms[1:]]
+    return [
+        *rows,
+        _row("                relative to cake", [_figure(ratio, ".2f") for ratio in ratios]),
+        _row("largest difference to cake's loss", ["-", *(_figure(gap, ".1e") for gap in gaps)]),
+        f"    speed: medians of {timed} whole steps each, in turn; loss: over the first {steps} steps",
+    ]
 
 
 def _launch_rows(run: Run) -> list[str]:
-    layers = run.model_config.layers
-    on, off = (run.forward_launches.get(stop) for stop in (True, False))
-    remark = f"{layers} blocks x (up + down), and in the backward "
-    if run.config.compile:
-        why = [remark + "up again: the compiler drops the unused down"] * 2
-    else:
-        why = [remark + "up again, the down projection is skipped", remark + "both again"]
+    counts = [run.forward_launches.get(early_stop) for early_stop in (True, False)]
+    spared = "dropped by the compiler" if run.config.compile else "skipped by the early stop"
     return [
-        _row("forward grouped GEMMs in a step", ["launches"]),
-        _row("                       early stop on", [_figure(on, "d")], why[0]),
-        _row("                      early stop off", [_figure(off, "d")], why[1]),
+        _row("early stop of checkpoint", ["on", "off"]),
+        _row("forward grouped GEMMs in a step", [_figure(count, "d") for count in counts]),
+        f"    {run.model_config.layers} blocks x (up + down), and up again in the backward;"
+        f" down, which nobody needs, is {spared}",
     ]
-
-
-def _figure(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)

@@ -26,11 +26,11 @@
 //   map_b nt bf16 3-D  dims (K, N, E)  strides (2 ldb, 2 outer)   box (64, kTileN / kClusterM, 1)
 //   map_b nn bf16 3-D  dims (N, K, E)  strides (2 ldb, 2 outer)   box (64, 64, 1)
 //   map_d    bf16 2-D  dims (N, M)     strides (2 ldd)            box (64, 64)
-//            all: 128-byte swizzle, 256-byte L2 promotion, zero fill; K is the contraction, N the
-//            columns of D, whatever w's own axes are called; strides in bytes, each a multiple of
-//            16
-//   d        bf16*       ldd  int64, row stride of D in elements
-//   offs     const int*  E ends       M, N, K, E  int32, M <= 2^30
+//   d        bf16*, the address in map_d         ldd         int64, row stride of D in elements
+//   offs     const int*  E ends                  M, N, K, E  int32, M <= 2^30
+//
+// where K is the contraction and N the columns of D, whatever w's own axes are called. All maps:
+// 128-byte swizzle, 256-byte L2 promotion, zero fill; strides in bytes, each a multiple of 16.
 #include "cake/epilogue.cuh"
 #include "cake/pipeline.cuh"
 #include "cake/tile_scheduler.cuh"

@@ -12,25 +12,24 @@
 // A group starts at any row and its last k-block must not read past its end: those rows belong to
 // other groups or to nobody and may hold NaN, which times zero is NaN, so both operands need zeros
 // there. The tensor maps do it without a descriptor per group (as Triton's and QuACK's "ragged
-// TMA"): besides columns and rows (of size 2^30) they have two dimensions of stride ld and 2^34 -
-// ld elements. At coordinates (column, 2^30 - length + k, end, 2^30) the address is that of row end
-// - length + k, because the three large terms add up to 2^64 elements, and from k = length on the
-// row is out of bounds and reads as zero.
+// TMA"): besides columns and rows (of size 2^30) they have two dimensions, whose strides are ld and
+// (2^34 - ld) elements. At coordinates (column, 2^30 - length + k, end, 2^30) the address is that
+// of row (end - length + k), because the large terms add up to 2^64 elements, and from k = length
+// on the row is out of bounds and reads as zero.
 //
 // Shared memory: G[kStages][64 x kTileM], X[kStages][64 x kTileN], 2 x 16 KB staging, barriers,
 // group order.
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
 // in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
-//   map_g    bf16 4-D  dims (N, 2^30, 0x7fff0000, 0x7fff0000)  strides (2 ldg, 2 ldg, 2 (2^34 -
-//   ldg)) map_x    bf16 4-D  dims (K, 2^30, 0x7fff0000, 0x7fff0000)  strides (2 ldx, 2 ldx, 2 (2^34
-//   - ldx))
-//            both: box (64, 64, 1, 1), 128-byte swizzle, 256-byte L2 promotion, zero fill
-//   map_out  bf16 or f32 3-D  dims (K, N, E)  strides (size ldo, size outer)  box (128 / size, 64,
-//   1),
-//            128-byte swizzle; strides in bytes, each a multiple of 16
-//   out      dW, same address as map_out's       ldo, outer  int64, strides of dW in elements
-//   offs     const int*  E ends                  M, N, K, E  int32, M <= 2^30
+//   map_g   bf16 4-D  dims (N, R, X, X)  strides (2 ldg, 2 ldg, 2 (2^34 - ldg)) box (64, 64, 1, 1)
+//   map_x   bf16 4-D  dims (K, R, X, X)  strides (2 ldx, 2 ldx, 2 (2^34 - ldx)) box (64, 64, 1, 1)
+//   map_out bf16 or f32, 3-D  dims (K, N, E)  strides (S ldo, S outer)  box (128 / S, 64, 1)
+//   out     dW, the address in map_out          ldo, outer  int64, strides of dW in elements
+//   offs    const int*  E ends                   M, N, K, E  int32, M <= 2^30
+//
+// where R = 2^30, X = 0x7fff0000 and S is the size of an element of dW. All maps: 128-byte swizzle,
+// 256-byte L2 promotion, zero fill; strides in bytes, each a multiple of 16.
 #include "cake/epilogue.cuh"
 #include "cake/pipeline.cuh"
 #include "cake/tile_scheduler.cuh"

@@ -92,8 +92,12 @@ def _will_execute(node: Any) -> bool:
         return True
 
 
-def differentiable(name: str, grad_a: Gradient, grad_b: Gradient) -> None:
-    """Registers the autograd kernel of the operator ``name``, bilinear in its first two arguments."""
+def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool) -> None:
+    """Registers the autograd kernel of the operator ``name``, bilinear in its first two arguments.
+
+    Unless the operator takes operands of ``mixed`` dtypes, the gradient of an FP32 result of lower
+    operands is cast to theirs first, as ``torch.mm`` does.
+    """
     op = OPS[name]
     launches = op.launch
 
@@ -123,6 +127,8 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient) -> None:
             return (None,) * 7
         a, b, offs = ctx.saved_tensors
         call = ctx.call
+        if not mixed and g.dtype != call.a_dtype:
+            g = g.to(call.a_dtype)
         a_needs, b_needs = _wanted(ctx)
         return (
             grad_a(call, g, b, offs) if a_needs else None,

@@ -37,10 +37,6 @@ class _Product:
 def _differentiate_family(fwd_name: str) -> None:
     fwd, dgrad, wgrad = (_Product(fwd_name + suffix) for suffix in ("", "_dgrad", "_wgrad"))
 
-    def cast(g: Tensor, operand: Tensor) -> Tensor:
-        """The gradient of an FP32 result of lower operands is cast to them, as torch.mm does."""
-        return g if fwd.mixed or g.dtype == operand.dtype else g.to(operand.dtype)
-
     def weight_grad(call: Call, g: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
         """g^T x in the memory order of the weight."""
         if call.b_transposed:
@@ -49,18 +45,21 @@ def _differentiate_family(fwd_name: str) -> None:
 
     differentiable(  # y = x w^T
         fwd_name,
-        lambda call, g, w, offs: dgrad(call, cast(g, w), w, offs, call.a_dtype),
-        lambda call, g, x, offs: weight_grad(call, cast(g, x), x, offs),
+        lambda call, g, w, offs: dgrad(call, g, w, offs, call.a_dtype),
+        weight_grad,
+        mixed=fwd.mixed,
     )
     differentiable(  # dx = g w; ``ddx`` is the gradient of dx
         f"{fwd_name}_dgrad",
-        lambda call, ddx, w, offs: fwd(call, cast(ddx, w), w, offs, call.a_dtype),
-        lambda call, ddx, g, offs: weight_grad(call, g, cast(ddx, g), offs),
+        lambda call, ddx, w, offs: fwd(call, ddx, w, offs, call.a_dtype),
+        lambda call, ddx, g, offs: weight_grad(call, g, ddx, offs),
+        mixed=fwd.mixed,
     )
     differentiable(  # dw = g^T x; ``ddw`` is the gradient of dw
         f"{fwd_name}_wgrad",
-        lambda call, ddw, x, offs: fwd(call, x, cast(ddw, x), offs, call.a_dtype),
-        lambda call, ddw, g, offs: dgrad(call, g, cast(ddw, g), offs, call.b_dtype),
+        lambda call, ddw, x, offs: fwd(call, x, ddw, offs, call.a_dtype),
+        lambda call, ddw, g, offs: dgrad(call, g, ddw, offs, call.b_dtype),
+        mixed=fwd.mixed,
     )
 
 

@@ -60,7 +60,9 @@ def grouped_mm(
     if out is not None:
         _fwd_out(x, w, offs, out=out)
         return out
-    return _fwd(x, w, offs, deterministic=deterministic)
+    if deterministic:  # a default that is not passed spares half a microsecond
+        return _fwd(x, w, offs)
+    return _fwd(x, w, offs, deterministic=False)
 
 
 def grouped_mm_dgrad(g: Tensor, w: Tensor, offs: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from cake_ops._problem import Problem
 
-pytest.register_assert_rewrite("forms")  # before its first import
+pytest.register_assert_rewrite("forms", "emulator", "gpu")  # before their first import
 from forms import Place
 
 torch.set_num_threads(
@@ -52,8 +52,12 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results start as NaN (real tensors only; fakes have no data)."""
-    allocate = Problem.allocate
+    """Results start as NaN (real tensors only; fakes have no data).
+
+    On CUDA, only a call of a new geometry goes through ``allocate``; each makes its result with
+    ``new_empty``. A test that counts kernels or takes times does without: ``monkeypatch.undo()``.
+    """
+    allocate, new_empty = Problem.allocate, torch.Tensor.new_empty
 
     def poisoned(self, *tensors, out_dtype=None):
         out = allocate(self, *tensors, out_dtype=out_dtype)
@@ -61,7 +65,15 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             out.data.fill_(float("nan"))  # .data: the version of a result stays 0
         return out
 
+    def poisoned_new_empty(self, *args, **kwargs):
+        out = new_empty(self, *args, **kwargs)
+        if type(out) is torch.Tensor and out.is_cuda and out.is_floating_point():
+            out.data.fill_(float("nan"))
+        return out
+
     monkeypatch.setattr(Problem, "allocate", poisoned)
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_new_empty)
 
 
 @pytest.fixture(autouse=True)

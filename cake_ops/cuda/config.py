@@ -33,7 +33,7 @@ RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_ELEMENTS = 1 << 34
 
-_STAGING_BYTES = 2 * 16384  # two 8 KB buffers for each math warpgroup
+_STAGING_BYTES = 2 * 8192  # a buffer of each of the two math warpgroups
 _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
 
 
@@ -41,14 +41,16 @@ _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
 class GroupedConfig:
     """A kernel instance: its layout, its output (tn only) and its policy.
 
-    A CTA makes tiles of ``tile_m`` x ``tile_n`` from a ring of ``num_stages`` k-blocks of 64. The
-    ``cluster_m`` CTAs of a cluster make tiles one below the other and share the loads of B.
+    A CTA makes tiles of ``tile_m`` x ``tile_n`` from a ring of ``num_stages`` k-blocks of 64, and stages
+    them for the store ``staging_buffers`` slices of 128 bytes at a time. The ``cluster_m`` CTAs of a
+    cluster make tiles one below the other and share the loads of B.
     """
 
     layout: Layout
     tile_m: int
     tile_n: int
     num_stages: int
+    staging_buffers: int
     cluster_m: int
     output: Output = "bf16_store"
 
@@ -69,18 +71,18 @@ class GroupedConfig:
         stages = self.num_stages * (self.tile_m + self.tile_n) * 2 * TILE_K
         barriers = self.num_stages * 2 * 8
         order = _GROUP_ORDER_BYTES if self.layout == "tn" else 0
-        return stages + _STAGING_BYTES + barriers + order
+        return stages + self.staging_buffers * _STAGING_BYTES + barriers + order
 
 
-# (tile_m, tile_n, num_stages, cluster_m), the policies that csrc/instances.cmake builds.
+# (tile_m, tile_n, num_stages, staging_buffers, cluster_m), the policies that csrc/instances.cmake builds.
 _RAGGED_M_POLICIES = (
-    (128, 256, 4, 2),
-    (128, 256, 4, 1),
-    (128, 128, 6, 1),
-    (64, 256, 4, 1),
-    (64, 128, 8, 1),
+    (128, 256, 3, 4, 2),
+    (128, 256, 3, 4, 1),
+    (128, 128, 6, 2, 1),
+    (64, 256, 4, 2, 1),
+    (64, 128, 8, 1, 1),
 )
-_RAGGED_K_POLICIES = ((128, 256, 4, 2), (128, 128, 6, 1))
+_RAGGED_K_POLICIES = ((128, 256, 4, 2, 2), (128, 128, 6, 2, 1))
 
 
 def policies(layout: Layout, output: Output = "bf16_store") -> tuple[GroupedConfig, ...]:
@@ -163,7 +165,13 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
     else:
         groups = max(min(E, M), 1)
         k_blocks = _ceil_div(K, TILE_K)
-        tiles = groups * _ceil_div(_ceil_div(M, groups), rows) * _ceil_div(N, config.tile_n)
+        full, rest = divmod(_ceil_div(M, groups), rows)
+        pairs = config.cluster_m == 2 and 0 < rest <= config.tile_m  # two columns at a time
+        n_blocks = _ceil_div(N, config.tile_n)
+        tiles = full * n_blocks
+        if rest:
+            tiles += _ceil_div(n_blocks, 2) if pairs else n_blocks
+        tiles *= groups
     rounds = _ceil_div(tiles, max(num_sms // config.cluster_m, 1))
     products = config.tile_m * config.tile_n * TILE_K / 2048
     loads = (config.tile_m + config.tile_n / config.cluster_m) * 2 * TILE_K / 48

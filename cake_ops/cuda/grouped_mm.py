@@ -57,17 +57,16 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
     """The form that allocates its result."""
     problem = PROBLEMS[name]
 
-    def make_route(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None) -> Route:
+    def make_route(
+        a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Route:
         return make(problem.allocate(a, b, offs, out_dtype=out_dtype), a, b, offs)
 
     routes = RouteCache(make_route, name)
 
-    def find(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Route:
-        key = (out_dtype, *call_key(a, b, offs))
-        return routes.get(key) or routes.add(key, a, b, offs, out_dtype)
-
     def launch_rows(a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True) -> Tensor:
-        route = find(a, b, offs)
+        key = call_key(a, b, offs)
+        route = routes.get(key) or routes.add(key, a, b, offs)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])
         out = a.new_empty(a.shape[0], b.shape[columns])
@@ -82,7 +81,8 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         out_dtype: torch.dtype | None = None,
         deterministic: bool = True,
     ) -> Tensor:
-        route = find(a, b, offs, out_dtype)
+        key = (out_dtype, *call_key(a, b, offs))
+        route = routes.get(key) or routes.add(key, a, b, offs, out_dtype)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])
         out = a.new_empty((offs.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
@@ -90,7 +90,7 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         return out
 
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
-        return find(*tensors, out_dtype).explanation
+        return make_route(*tensors, out_dtype).explanation
 
     def prepare(out: Tensor, *tensors: Tensor) -> Callable[[], None]:
         route = into_route(make, out, *tensors)

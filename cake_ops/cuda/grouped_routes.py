@@ -62,12 +62,6 @@ def _kernel_route(
     strides = tuple((I64, stride) for stride in strides)
     parameters = (POINTER, *strides, POINTER, *sizes)
     plan = Plan(config.symbol, device, ctas, THREADS, config.smem_bytes, maps, parameters)
-    launch = plan.launch
-
-    def run(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
-        to = out.data_ptr()
-        launch((a.data_ptr(), b.data_ptr(), to), (to, offs.data_ptr()))
-
     explanation = Explanation(
         "kernel",
         kernel=config.symbol,
@@ -79,7 +73,7 @@ def _kernel_route(
         smem_bytes=config.smem_bytes,
         schedule="static, one CTA an SM",
     )
-    return Route(run, explanation)
+    return Route(plan.run, explanation)
 
 
 def _copied(reason: str) -> Explanation:

@@ -1,18 +1,20 @@
 """Launching: one plan for each geometry of a call, launched with the addresses of the moment.
 
 A :class:`Plan` holds all of a launch that does not depend on where its operands lie: kernel, grid, scalar
-arguments, and a table of tensor maps for each operand that is addressed through one. ``launch`` fills a
-packed argument block with this call's addresses and calls the driver: 5 us on the host of an H200, of which
-the driver takes 4. Blocks are taken from a pool, so threads never share one and nothing is locked.
+arguments, and a table of tensor maps for each operand. ``Plan.run`` fills a packed argument block with this
+call's addresses and calls the driver. Blocks are taken from a pool, so threads never share one and nothing
+is locked.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .config import TensorMapGeometry
 from .driver import bind_context, check, driver, kernel
@@ -22,35 +24,35 @@ MAX_STREAMS = 64
 
 I32, I64, POINTER = "i", "q", "P"
 
+Block = tuple[Any, int]
+"""``(buffer, address of the argument table in it)``."""
+
 
 class Plan:
     """A launch without its addresses.
+
+    The kernel's first parameters are the tensor maps of its two operands and its result; among the
+    others are two pointers, to the result and to the offsets.
 
     Args:
         name: the kernel.
         device: the device index.
         grid, threads, smem_bytes: of the launch; cluster dimensions are compiled into the kernel.
-        maps: geometry of each tensor map; they are the kernel's first parameters.
-        parameters: the kernel's other parameters in order: ``POINTER`` for one whose address comes
-            with each launch, or ``(I32 or I64, value)``.
+        maps: geometry of the tensor maps of operand a, operand b and the result.
+        parameters: the other parameters in order: ``POINTER``, or ``(I32 or I64, value)``.
         programmatic: whether the launch may begin while the kernel before it still runs (PDL).
+
+    Attributes:
+        run: ``(out, a, b, offs)`` launches on torch's current stream of the device.
     """
 
     __slots__ = (
-        "_configs",
-        "_current_device",
-        "_current_stream",
-        "_launch",
-        "_pack",
-        "_pointers",
-        "_pool",
-        "_tables",
         "device",
         "grid",
-        "handle",
         "name",
         "parameters",
         "programmatic",
+        "run",
         "smem_bytes",
         "threads",
     )
@@ -62,71 +64,75 @@ class Plan:
         grid: int,
         threads: int,
         smem_bytes: int,
-        maps: tuple[TensorMapGeometry, ...],
+        maps: tuple[TensorMapGeometry, TensorMapGeometry, TensorMapGeometry],
         parameters: tuple[Any, ...],
         programmatic: bool = False,
     ) -> None:
         self.name, self.device = name, device
         self.grid, self.threads, self.smem_bytes = grid, threads, smem_bytes
         self.parameters, self.programmatic = parameters, programmatic
-        self.handle = kernel(name, device, smem_bytes)
-        self._tables = tuple(MapTable(geometry, device) for geometry in maps)
-        self._pointers = sum(p == POINTER for p in parameters)
-        self._pack = struct.Struct(f"{self._pointers + len(maps)}Q").pack_into
-        self._pool: list[tuple[Any, int]] = []
-        self._configs: dict[int, Any] = {}
-        self._launch = driver().cuLaunchKernelEx
-        self._current_device = torch._C._cuda_getDevice  # not in CPU builds of torch
-        self._current_stream = torch._C._cuda_getCurrentRawStream
+        self.run = self._make_run(kernel(name, device, smem_bytes), *map(MapTable, maps))
 
-    def launch(self, operands: tuple[int, ...], pointers: tuple[int, ...]) -> None:
-        """Launches on torch's current stream of the device.
+    def _make_run(
+        self, handle: Any, maps_a: MapTable, maps_b: MapTable, maps_out: MapTable
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """The launch as one closure: attribute look-ups and calls would cost 2 of its 6 us."""
+        device = self.device
+        pack = struct.Struct("5Q").pack_into
+        launch = driver().cuLaunchKernelEx
+        current_device = torch._C._cuda_getDevice  # not in CPU builds of torch
+        current_stream = torch._C._cuda_getCurrentRawStream
+        find_a, find_b, find_out = maps_a.get, maps_b.get, maps_out.get
+        pool: list[Block] = []
+        configs: dict[int, Any] = {}
 
-        Args:
-            operands: the address behind each tensor map.
-            pointers: the addresses of the ``POINTER`` parameters.
+        def run(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+            if current_device() != device:
+                with torch.cuda.device(device):
+                    return run(out, a, b, offs)
+            to, address_a, address_b = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            map_a = find_a(address_a) or maps_a.add(address_a)
+            map_b = find_b(address_b) or maps_b.add(address_b)
+            map_out = find_out(to) or maps_out.add(to)
+            try:
+                block = pool.pop()
+            except IndexError:
+                block = self._new_block()
+            pack(block[0], 0, to, offs.data_ptr(), map_a[0], map_b[0], map_out[0])
+            stream = current_stream(device)
+            config = configs.get(stream)
+            if config is None:
+                if len(configs) >= MAX_STREAMS:
+                    configs.clear()
+                config = configs[stream] = self._new_config(stream)
+            (status,) = launch(config, handle, block[1], 0)
+            if status:  # a thread without a context, or a real failure, which comes again
+                bind_context(device)
+                check(launch(config, handle, block[1], 0))
+            pool.append(block)
+
+        return run
+
+    def _new_block(self) -> Block:
+        """A buffer of the two pointer values, the argument table, and the scalar values.
+
+        The table has one word for each kernel parameter, the address of its value. A launch writes the
+        pointer values and, right behind them, the table's first words: the addresses of the maps.
         """
-        if self._current_device() != self.device:
-            with torch.cuda.device(self.device):
-                return self.launch(operands, pointers)
-        maps = [
-            table.get(address) or table.add(address)
-            for table, address in zip(self._tables, operands, strict=True)
-        ]
-        try:
-            block, table = self._pool.pop()
-        except IndexError:
-            block, table = self._new_block()
-        self._pack(block, 0, *pointers, *[pointer for pointer, _ in maps])
-        stream = self._current_stream(self.device)
-        config = self._configs.get(stream) or self._new_config(stream)
-        (status,) = self._launch(config, self.handle, table, 0)
-        if status:  # a thread without a context, or a real failure, which comes again
-            bind_context(self.device)
-            check(self._launch(config, self.handle, table, 0))
-        self._pool.append((block, table))
-
-    def _new_block(self) -> tuple[Any, int]:
-        """``(buffer, address of the argument table)``.
-
-        The buffer holds the pointer values, then the table (one word for each kernel parameter, the
-        address of its value), then the scalar values. A launch writes the pointer values and, right
-        behind them, the table's first words: the addresses of the tensor maps.
-        """
-        count = len(self._tables) + len(self.parameters)
-        block = (ctypes.c_uint64 * (self._pointers + count + len(self.parameters)))()
+        pointers, maps = 2, 3
+        table = pointers
+        values = table + maps + len(self.parameters)
+        block = (ctypes.c_uint64 * (values + len(self.parameters)))()
         base = ctypes.addressof(block)
-        pointer, scalar = 0, self._pointers + count
+        pointer = 0
         for i, parameter in enumerate(self.parameters):
-            word = self._pointers + len(self._tables) + i
             if parameter == POINTER:
-                block[word] = base + 8 * pointer
+                block[table + maps + i] = base + 8 * pointer
                 pointer += 1
             else:
-                block[word] = base + 8 * scalar
-                struct.pack_into(parameter[0], block, 8 * scalar, parameter[1])
-                scalar += 1
-        return block, base + 8 * self._pointers
+                block[table + maps + i] = base + 8 * (values + i)
+                struct.pack_into(parameter[0], block, 8 * (values + i), parameter[1])
+        return block, base + 8 * table
 
     def _new_config(self, stream: int) -> Any:
         cu = driver()
@@ -142,7 +148,4 @@ class Plan:
             )
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        if len(self._configs) >= MAX_STREAMS:
-            self._configs.clear()
-        self._configs[stream] = config
         return config

@@ -36,22 +36,17 @@
 
 namespace cake {
 
-template <class Element_, bool kAccumulate_, int kTileM_, int kTileN_, int kStages_, int kClusterM_>
+template <class Element_, bool kAccumulate_, int kTileM_, int kTileN_, int kStages_,
+          int kStagingBuffers_, int kClusterM_>
 struct RaggedKConfig {
   using Element = Element_;
   static constexpr bool kAccumulate = kAccumulate_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = 64;
   static constexpr int kClusterM = kClusterM_;
-#ifdef CAKE_TUNE_STAGES
-  static constexpr int kStages = CAKE_TUNE_STAGES;
-#else
   static constexpr int kStages = kStages_;
-#endif
-#ifdef CAKE_TUNE_SUPER_ROWS
-  static constexpr int kSuperRows = CAKE_TUNE_SUPER_ROWS;
-#else
+  static constexpr int kStagingBuffers = kStagingBuffers_;  // of a warpgroup, kBoxBytes each
+  static constexpr int kStagingBytes = kStagingBuffers * kBoxBytes;
   static constexpr int kSuperRows = 2048 / (kTileM * kClusterM);
-#endif
 
   static constexpr int kMathWarpgroups = kTileM / kAtomM;
   static constexpr int kAtomN = kTileN;
@@ -74,14 +69,14 @@ struct RaggedKConfig {
 
 // The named policies. Host side: cake_ops/cuda/config.py.
 namespace config {
-using bf16_store_128x256_c2 = RaggedKConfig<bf16, false, 128, 256, 4, 2>;
-using bf16_add_128x256_c2 = RaggedKConfig<bf16, true, 128, 256, 4, 2>;
-using f32_store_128x256_c2 = RaggedKConfig<float, false, 128, 256, 4, 2>;
-using f32_add_128x256_c2 = RaggedKConfig<float, true, 128, 256, 4, 2>;
-using bf16_store_128x128_c1 = RaggedKConfig<bf16, false, 128, 128, 6, 1>;
-using bf16_add_128x128_c1 = RaggedKConfig<bf16, true, 128, 128, 6, 1>;
-using f32_store_128x128_c1 = RaggedKConfig<float, false, 128, 128, 6, 1>;
-using f32_add_128x128_c1 = RaggedKConfig<float, true, 128, 128, 6, 1>;
+using bf16_store_128x256_c2 = RaggedKConfig<bf16, false, 128, 256, 4, 2, 2>;
+using bf16_add_128x256_c2 = RaggedKConfig<bf16, true, 128, 256, 4, 2, 2>;
+using f32_store_128x256_c2 = RaggedKConfig<float, false, 128, 256, 4, 2, 2>;
+using f32_add_128x256_c2 = RaggedKConfig<float, true, 128, 256, 4, 2, 2>;
+using bf16_store_128x128_c1 = RaggedKConfig<bf16, false, 128, 128, 6, 2, 1>;
+using bf16_add_128x128_c1 = RaggedKConfig<bf16, true, 128, 128, 6, 2, 1>;
+using f32_store_128x128_c1 = RaggedKConfig<float, false, 128, 128, 6, 2, 1>;
+using f32_add_128x128_c1 = RaggedKConfig<float, true, 128, 128, 6, 2, 1>;
 }  // namespace config
 
 template <class Config>
@@ -156,7 +151,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
   using Element = typename Config::Element;
   extern __shared__ __align__(1024) char smem[];
   constexpr int kStagingOffset = Config::kStages * (Config::kBytesA + Config::kBytesB);
-  constexpr int kBarrierOffset = kStagingOffset + Config::kMathWarpgroups * kStagingBytes;
+  constexpr int kBarrierOffset = kStagingOffset + Config::kMathWarpgroups * Config::kStagingBytes;
   const u32 smem_g = ptx::shared_address(smem);
   const u32 smem_x = smem_g + Config::kStages * Config::kBytesA;
   const typename Config::Pipeline pipeline{smem_g + kBarrierOffset};
@@ -203,7 +198,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
     ptx::setmaxnreg_inc<232>();
     const int warpgroup = warp / 4;
     const int thread = threadIdx.x % kWarpgroup;
-    const u32 staging = smem_g + kStagingOffset + warpgroup * kStagingBytes;
+    const u32 staging = smem_g + kStagingOffset + warpgroup * Config::kStagingBytes;
     for (int round = 0; next_tile(round); ++round) {
       if (Config::kAccumulate && tile.k_blocks == 0) continue;
       const int row = tile.row + warpgroup * kAtomM;
@@ -219,7 +214,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
         add_bf16<Config::kAtomN>(acc, out + tile.group * outer + row * ldo + tile.column, ldo, rows,
                                  K - tile.column, thread);
       }
-      store_slices<Element, Config::kAtomN>(
+      store_slices<Element, Config::kAtomN, Config::kStagingBuffers>(
           acc, staging, 1 + warpgroup, thread, [&](int offset, u32 buffer) {
             const int column = tile.column + offset;
             if (thread != 0 || column >= K) return;

@@ -1,9 +1,10 @@
 // From wgmma accumulators to global memory, one warpgroup at a time.
 //
-// A warpgroup owns its 64 rows from the first product to the last store: its own two staging
-// buffers, its own named barrier, its own bulk stores. It writes a 64-row, 128-byte-wide slice (64
-// bf16 or 32 FP32 columns) into a buffer with the 128-byte swizzle, hands it to the copy engine and
-// goes on with the other buffer, while the other warpgroup may still be multiplying.
+// A warpgroup owns its 64 rows from the first product to the last store: its own staging buffers,
+// its own named barrier, its own bulk stores. It writes 64-row, 128-byte-wide slices (64 bf16 or 32
+// FP32 columns), one a buffer, with the 128-byte swizzle, hands them to the copy engine together
+// and goes on, while the other warpgroup may still be multiplying. Where all slices of a tile have
+// a buffer, nothing waits for the copy engine within the tile.
 #pragma once
 
 #include "cake/wgmma.cuh"
@@ -11,8 +12,6 @@
 namespace cake {
 
 constexpr int kWarpgroup = 128;
-constexpr int kStagingBuffers = 2;
-constexpr int kStagingBytes = kStagingBuffers * kBoxBytes;  // of one warpgroup
 
 template <class Element>
 constexpr int kSliceColumns = 128 / sizeof(Element);
@@ -46,26 +45,38 @@ __device__ __forceinline__ void write_slice(const float (&acc)[kColumns / 2], u3
   }
 }
 
-// Stages the accumulators slice by slice and calls emit(first column, buffer) for each, in all 128
-// threads, once the slice is visible to the copy engine and to the warpgroup's own reads. Thread 0
-// must issue every bulk store that emit makes: it is the one that waits for them before a buffer is
-// written again.
-template <class Element, int kColumns, int kSlice = 0, class Emit>
+template <class Element, int kColumns, int kFirst, int kCount, int kDone = 0>
+__device__ __forceinline__ void write_slices(const float (&acc)[kColumns / 2], u32 staging,
+                                             int thread) {
+  if constexpr (kDone < kCount) {
+    write_slice<Element, kFirst + kDone, kColumns>(acc, staging + kDone * kBoxBytes, thread);
+    write_slices<Element, kColumns, kFirst, kCount, kDone + 1>(acc, staging, thread);
+  }
+}
+
+// Stages the accumulators, as many slices at a time as there are buffers, and calls emit(first
+// column, buffer) for each, in all 128 threads, once it is visible to the copy engine and to the
+// warpgroup's own reads. Thread 0 must issue every bulk store that emit makes: it is the one that
+// waits for them before a buffer is written again.
+template <class Element, int kColumns, int kMaxBuffers, int kSlice = 0, class Emit>
 __device__ __forceinline__ void store_slices(const float (&acc)[kColumns / 2], u32 staging,
                                              int barrier, int thread, const Emit& emit) {
   constexpr int kSlices = kColumns / kSliceColumns<Element>;
-  constexpr int kBuffers = min_of(kSlices, kStagingBuffers);
-  static_assert(kSlices % kBuffers == 0, "tile after tile, slices must take turns in the buffers");
+  constexpr int kBuffers = min_of(kSlices, kMaxBuffers);
+  static_assert(kSlices % kBuffers == 0, "every round of slices fills the same buffers");
   if constexpr (kSlice < kSlices) {
-    const u32 buffer = staging + kSlice % kBuffers * kBoxBytes;
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read<kBuffers - 1>();
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
     ptx::bar_sync(barrier, kWarpgroup);
-    write_slice<Element, kSlice, kColumns>(acc, buffer, thread);
+    write_slices<Element, kColumns, kSlice, kBuffers>(acc, staging, thread);
     ptx::fence_proxy_async_shared_cta();
     ptx::bar_sync(barrier, kWarpgroup);
-    emit(kSlice * kSliceColumns<Element>, buffer);
-    if (thread == 0) ptx::cp_async_bulk_commit_group();  // also when empty: the wait counts groups
-    store_slices<Element, kColumns, kSlice + 1>(acc, staging, barrier, thread, emit);
+#pragma unroll
+    for (int i = 0; i < kBuffers; ++i) {
+      emit((kSlice + i) * kSliceColumns<Element>, staging + i * kBoxBytes);
+    }
+    if (thread == 0) ptx::cp_async_bulk_commit_group();
+    store_slices<Element, kColumns, kMaxBuffers, kSlice + kBuffers>(acc, staging, barrier, thread,
+                                                                    emit);
   }
 }
 

@@ -69,10 +69,14 @@ __device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
           super % 2 == 0 ? column : n_blocks - 1 - column};
 }
 
-// Tiles of the ragged-M passes: `kRows` rows of one group (a tile never spans two), one block of
-// columns. After the groups come the tiles of the rows that belong to none.
-template <int kRows, int kSuperRows>
+// The tiles of the ragged-M passes: `kTileM` x kClusterM rows of one group (a tile never spans two)
+// times one block of columns. Where a group ends in kTileM rows or less, two CTAs on one block of
+// columns would leave one idle: there a cluster of two makes a pair of column blocks side by side
+// instead. After the groups come the tiles of the rows that belong to none.
+template <int kTileM, int kClusterM, int kSuperRows>
 struct RaggedMScheduler {
+  static constexpr int kRows = kTileM * kClusterM;
+
   GroupWindow window;
   int n_blocks;
   int num_tiles = 0;  // tiles of all groups up to the window's end
@@ -82,29 +86,65 @@ struct RaggedMScheduler {
                                               int n_blocks)
       : window(offs, num_groups, num_rows), n_blocks(n_blocks) {}
 
-  // Tile number `tile`, not less than the one asked for before. False: there is none.
-  // Rows [row, row_end) of `group`; group == E means that no group owns them.
-  __device__ __forceinline__ bool find(int tile, int& group, int& row, int& row_end, int& n_block) {
+  // Tile number `tile`, not less than the one asked for before. False: there is none. The cluster
+  // makes rows [row, row_end) of `group` (group == E: no group owns them) by column block
+  // `n_block`; if `side_by_side`, its CTAs make the same rows by n_block and by `n_block_2`, which
+  // may not exist.
+  __device__ __forceinline__ bool find(int tile, int& group, int& row, int& row_end, int& n_block,
+                                       int& n_block_2, bool& side_by_side) {
     while (tile >= num_tiles) {
       if (window.first + 32 > window.num_groups) return false;
       advance();
     }
     const int lane = __ffs(__ballot_sync(kAllLanes, tile < tiles_end)) - 1;
     const int begin = __shfl_sync(kAllLanes, window.begin, lane);
-    const int m_blocks = ceil_div(__shfl_sync(kAllLanes, window.end - window.begin, lane), kRows);
-    const int before = __shfl_sync(kAllLanes, tiles_end, lane) - m_blocks * n_blocks;
-    const Block block = raster<kSuperRows>(tile - before, m_blocks, n_blocks);
+    const int length = __shfl_sync(kAllLanes, window.end - window.begin, lane);
+    tile -= __shfl_sync(kAllLanes, tiles_end, lane) - tiles_of(length);
     group = window.first + lane;
-    row = begin + block.m * kRows;
-    row_end = __shfl_sync(kAllLanes, window.end, lane);
-    n_block = block.n;
+    row_end = begin + length;
+
+    // As `raster`; in the last super-block every second column is followed by the pair's tile.
+    const int m_blocks = full_blocks(length);
+    const bool pairs = has_pairs(length);
+    const int super = tile / (kSuperRows * n_blocks);
+    const int rest = tile - super * kSuperRows * n_blocks;
+    const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
+    const bool last = (super + 1) * kSuperRows > m_blocks;
+    int column, m_block;
+    if (pairs && last) {
+      const int pair = rest / (2 * rows + 1);
+      const int in_pair = rest - pair * (2 * rows + 1);
+      side_by_side = in_pair == min(2, n_blocks - 2 * pair) * rows;
+      column = 2 * pair + (!side_by_side && in_pair >= rows);
+      m_block = side_by_side ? m_blocks : super * kSuperRows + in_pair - (column - 2 * pair) * rows;
+    } else {
+      side_by_side = false;
+      column = rest / rows;
+      m_block = super * kSuperRows + rest - column * rows;
+    }
+    row = begin + m_block * kRows;
+    n_block = super % 2 == 0 ? column : n_blocks - 1 - column;
+    n_block_2 = super % 2 == 0 ? column + 1 : n_blocks - 2 - column;
     return true;
   }
 
  private:
+  // Rows of a group in whole tiles, the last of which may be partial.
+  __device__ __forceinline__ int full_blocks(int length) const {
+    return length / kRows + (length % kRows > (kClusterM == 2 ? kTileM : 0));
+  }
+
+  __device__ __forceinline__ bool has_pairs(int length) const {
+    return kClusterM == 2 && full_blocks(length) * kRows < length;
+  }
+
+  __device__ __forceinline__ int tiles_of(int length) const {
+    return full_blocks(length) * n_blocks + (has_pairs(length) ? ceil_div(n_blocks, 2) : 0);
+  }
+
   __device__ __forceinline__ void advance() {
     window.advance();
-    tiles_end = ceil_div(window.end - window.begin, kRows) * n_blocks;
+    tiles_end = tiles_of(window.end - window.begin);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int below = __shfl_up_sync(kAllLanes, tiles_end, distance);

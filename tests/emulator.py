@@ -1,0 +1,106 @@
+"""The grouped kernels on the CPU, from nothing but what a launch hands to the driver.
+
+:class:`EmulatedPlan` stands in for ``cake_ops.cuda.launch.Plan``. It finds its operands through the
+addresses, tensor maps and scalars of the launch, so a CPU test sees a route that passes a wrong
+stride, copies the wrong operand or forgets to copy a result back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+import reference
+import torch
+from torch import Tensor
+
+from cake_ops.cuda.config import TensorMapGeometry
+from cake_ops.cuda.launch import I32, I64, POINTER
+
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def tensor_at(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Tensor:
+    """The memory behind ``address`` as a tensor; strides in elements."""
+    elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
+    """The rules that cuTensorMapEncodeTiled has for a map with the 128-byte swizzle."""
+    size = DTYPES[geometry.dtype].itemsize
+    assert address % 16 == 0
+    assert 1 <= geometry.rank <= 5
+    assert len(geometry.strides) == geometry.rank - 1 and len(geometry.box) == geometry.rank
+    assert all(0 < n <= 2**32 for n in geometry.dims)
+    assert all(0 < s < 2**40 and s % 16 == 0 for s in geometry.strides)
+    assert all(0 < n <= 256 for n in geometry.box) and geometry.box[0] * size == 128
+    assert geometry.strides[0] >= geometry.dims[0] * size
+
+
+def through_map(geometry: TensorMapGeometry, address: int) -> Tensor:
+    """What a map addresses, outermost dimension first."""
+    size = DTYPES[geometry.dtype].itemsize
+    strides = (*(s // size for s in reversed(geometry.strides)), 1)
+    return tensor_at(address, DTYPES[geometry.dtype], geometry.dims[::-1], strides)
+
+
+class EmulatedPlan:
+    """A grouped kernel's plan whose launch computes at once; ``launched`` names all launches."""
+
+    launched: ClassVar[list[str]] = []
+
+    def __init__(
+        self,
+        name: str,
+        device: int,
+        grid: int,
+        threads: int,
+        smem_bytes: int,
+        maps: tuple[TensorMapGeometry, ...],
+        parameters: tuple[Any, ...],
+    ) -> None:
+        self.name, self.maps, self.parameters = name, maps, parameters
+
+    def launch(self, operands: tuple[int, ...], pointers: tuple[int, ...]) -> None:
+        self.launched.append(self.name)
+        for geometry, address in zip(self.maps, operands, strict=True):
+            assert_encodable(geometry, address)
+        wgrad = self.name.startswith("sm90_grouped_gemm_wgrad")
+        kinds = [POINTER, *[I64] * (1 + wgrad), POINTER, *[I32] * 4]
+        assert [p if p == POINTER else p[0] for p in self.parameters] == kinds
+        scalars = [p[1] for p in self.parameters if p != POINTER]
+        (to, offs), (*strides, M, N, K, E) = pointers, scalars
+        ends = tensor_at(offs, torch.int32, (E,), (1,)).clamp(0, M).cummax(0).values
+        if wgrad:
+            self._weight_gradient(operands, ends.int(), M, N, K)
+        else:
+            self._rows(operands, ends.int())
+        result = through_map(self.maps[2], operands[2])
+        assert to == operands[2] and strides[::-1] == list(result.stride()[:-1])
+        assert result.shape == ((E, N, K) if wgrad else (M, N))
+
+    def _rows(self, operands: tuple[int, ...], ends: Tensor) -> None:
+        a, b, d = (through_map(*call) for call in zip(self.maps, operands, strict=True))
+        if "_nn_" in self.name:
+            b = b.transpose(1, 2)
+        d.copy_(reference.grouped_mm(a, b, ends))
+
+    def _weight_gradient(
+        self, operands: tuple[int, ...], ends: Tensor, M: int, N: int, K: int
+    ) -> None:
+        g, x = (
+            tensor_at(address, torch.bfloat16, (M, columns), (geometry.strides[0] // 2, 1))
+            for geometry, address, columns in zip(self.maps, operands, (N, K), strict=False)
+        )
+        out = through_map(self.maps[2], operands[2])
+        product = reference.grouped_mm_wgrad(g, x, ends)
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        for e in range(len(ends)):
+            if "_add_" not in self.name:
+                out[e] = product[e]
+            elif ends[e] > starts[e]:
+                out[e] = out[e].double() + product[e]

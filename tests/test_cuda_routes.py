@@ -1,0 +1,367 @@
+"""How the CUDA backend serves a call of the grouped GEMMs: routes, copies and caches, on the CPU.
+
+The kernels are emulated (:mod:`emulator`); everything before the launch is the real code, reached through the
+public functions with CPU tensors. A test called after a case (h12, ..) is a defect that users of another
+package met once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import reference
+import torch
+from emulator import EmulatedPlan
+from forms import CANARY, LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
+from torch import Tensor
+
+import cake_ops
+from cake_ops._library import OPS, PLAIN
+from cake_ops.cuda import grouped_mm, grouped_routes
+from cake_ops.cuda.routes import CACHES, MAX_ROUTES, RouteCache
+
+BF16 = torch.bfloat16
+PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """CPU tensors go through the CUDA backend; yields the names of the kernels that are launched."""
+    for name in OPS:
+        if name.startswith("grouped_mm"):
+            op = OPS[name]
+            monkeypatch.setitem(op.launch, PLAIN["CPU"], op.launch[PLAIN["CUDA"]])
+            for table in (op.explain, op.prepare):
+                if table:
+                    monkeypatch.setitem(table, "CPU", table["CUDA"])
+    monkeypatch.setattr(grouped_routes, "Plan", EmulatedPlan)
+    monkeypatch.setattr(grouped_routes, "no_kernels_reason", lambda device: "")
+    monkeypatch.setattr(grouped_routes, "num_sms", lambda device: 132)
+    monkeypatch.setattr(EmulatedPlan, "launched", [])
+    cake_ops.clear_caches()
+    yield EmulatedPlan.launched
+    cake_ops.clear_caches()
+
+
+@pytest.fixture
+def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one at each geometry that is planned."""
+    planned: list[int] = []
+    add = RouteCache.add
+
+    def counting(self, key, *call):
+        planned.append(1)
+        return add(self, key, *call)
+
+    monkeypatch.setattr(RouteCache, "add", counting)
+    return planned
+
+
+def make(
+    sizes: list[int], n: int, k: int, tail: int = 0, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, w, g, offs."""
+    rows = sum(sizes) + tail
+    x, g = torch.randn(rows, k).to(dtype), torch.randn(rows, n).to(dtype)
+    return x, torch.randn(len(sizes), n, k).to(dtype), g, reference.offsets(sizes)
+
+
+# Which way a call takes
+
+
+def padded_rows(t: Tensor) -> Tensor:
+    """Rows 16 bytes apart from each other, which a tensor map can address."""
+    buffer = t.new_full((*t.shape[:-1], t.shape[-1] + 8), NAN)
+    buffer[..., :-8] = t
+    return buffer[..., :-8]
+
+
+def windows(t: Tensor) -> Tensor:
+    """Rows that overlap in memory, each 8 elements after the one before."""
+    flat = torch.randn(t[0].numel() + 8 * t.shape[0]).to(t.dtype)
+    return flat.as_strided(t.shape, (8, *t.stride()[1:]))
+
+
+ADDRESSABLE = {"contiguous": LAYOUTS["contiguous"], "padded-rows": padded_rows}
+COPIED = {
+    name: layout
+    for name, layout in {**LAYOUTS, "windows": windows}.items()
+    if name not in ("contiguous", "permuted")
+}
+
+
+@pytest.mark.parametrize("layout", ADDRESSABLE)
+@pytest.mark.parametrize("operand", [0, 1])
+@pytest.mark.parametrize(
+    "name, kernel",
+    [
+        ("grouped_mm", "sm90_grouped_gemm_nt_"),
+        ("grouped_mm_dgrad", "sm90_grouped_gemm_nn_"),
+        ("grouped_mm_wgrad", "sm90_grouped_gemm_wgrad_bf16_store_"),
+    ],
+)
+def test_h12_operands_that_are_read_in_place(
+    emulated: list[str], name: str, kernel: str, operand: int, layout: str
+) -> None:
+    tensors = list(select(name, *make([7, 0, 64, 1], n=72, k=40, tail=5)))
+    tensors[operand] = ADDRESSABLE[layout](tensors[operand])
+    explanation = cake_ops.explain(name, *tensors)
+    assert explanation.path == "kernel" and explanation.kernel.startswith(kernel)
+    assert not emulated
+    y = getattr(cake_ops, name)(*tensors)
+    assert emulated == [explanation.kernel]
+    assert_close(y, reference.PRODUCTS[name](*tensors))
+
+
+@pytest.mark.parametrize(
+    "name, kernel",
+    [("grouped_mm", "sm90_grouped_gemm_nn_"), ("grouped_mm_dgrad", "sm90_grouped_gemm_nt_")],
+)
+@pytest.mark.parametrize("layout", ["transposed", "permuted"])
+def test_h12_weights_are_read_in_place_in_either_order(name: str, kernel: str, layout: str) -> None:
+    a, w, offs = select(name, *make([7, 0, 64, 1], n=72, k=40))
+    w = LAYOUTS[layout](w)
+    explanation = cake_ops.explain(name, a, w, offs)
+    assert explanation.path == "kernel"
+    assert explanation.kernel.startswith(kernel) == (layout == "transposed")
+    assert_close(getattr(cake_ops, name)(a, w, offs), reference.PRODUCTS[name](a, w, offs))
+
+
+@pytest.mark.parametrize("layout", COPIED)
+@pytest.mark.parametrize("operand", [0, 1])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_h12_what_a_tensor_map_cannot_address_is_copied(
+    emulated: list[str], name: str, operand: int, layout: str
+) -> None:
+    tensors = list(select(name, *make([7, 0, 64, 1], n=72, k=40)))
+    tensors[operand] = COPIED[layout](tensors[operand])
+    in_place = tensors[operand].dim() == 3 and layout in ("transposed", "windows")
+    explanation = cake_ops.explain(name, *tensors)
+    assert explanation.path == ("kernel" if in_place else "kernel after a copy")
+    assert_close(getattr(cake_ops, name)(*tensors), reference.PRODUCTS[name](*tensors))
+    assert len(emulated) == 1
+
+
+@pytest.mark.parametrize("n, k", [(72, 39), (71, 40), (1, 1), (7, 257), (100, 12)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_h13_odd_sizes_are_padded(emulated: list[str], name: str, n: int, k: int) -> None:
+    tensors = select(name, *make([7, 0, 64, 1], n=n, k=k, tail=2))
+    explanation = cake_ops.explain(name, *tensors)
+    assert explanation.path == "kernel after a copy"
+    assert "no multiple of 8" in explanation.reason
+    assert_all_forms(name, *tensors)
+    assert emulated
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operand", [0, 1])
+@pytest.mark.parametrize("n, k", [(72, 40), (63, 39)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_values_in_all_forms_and_layouts(
+    name: str, n: int, k: int, operand: int, layout: str
+) -> None:
+    tensors = list(select(name, *make([7, 0, 30, 1], n=n, k=k, tail=5)))
+    tensors[operand] = LAYOUTS[layout](tensors[operand])
+    assert_all_forms(name, *tensors)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_strided_offs_are_copied(name: str) -> None:
+    x, w, g, offs = make([7, 0, 64, 1], n=72, k=40)
+    offs = torch.stack([offs, torch.full_like(offs, -5)], 1).flatten()[::2]
+    tensors = select(name, x, w, g, offs)
+    assert "offs" in cake_ops.explain(name, *tensors).reason
+    assert_all_forms(name, *tensors)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "sizes, n, k", [([0, 0], 8, 16), ([3, 4], 0, 16), ([3, 4], 16, 0), ([], 8, 8), ([], 0, 0)]
+)
+def test_h09_nothing_to_multiply_launches_nothing(
+    emulated: list[str], name: str, sizes: list[int], n: int, k: int
+) -> None:
+    tensors = select(name, *make(sizes, n, k, tail=0 if sizes == [0, 0] else 3))
+    assert cake_ops.explain(name, *tensors).path == "no kernel"
+    assert_all_forms(name, *tensors)
+    assert not emulated
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("columns", [0, 3, 8])
+@pytest.mark.parametrize("n, k", [(40, 24), (39, 24), (40, 23)])
+def test_accumulation_keeps_the_bits_of_empty_groups_on_every_way(
+    n: int, k: int, columns: int, dtype: torch.dtype
+) -> None:
+    x, _, g, offs = make([0, 63, 0], n=n, k=k)
+    start = torch.randn(3, n, k).to(dtype)
+    start[0, 0, 0], start[2, 0, 0] = -0.0, NAN
+    out = torch.full((3, n, k + columns), CANARY, dtype=dtype)[..., :k].copy_(start)
+    cake_ops.grouped_mm_wgrad_(out, g, x, offs)
+    assert same_bits(out[0], start[0]) and same_bits(out[2], start[2])
+    assert_close(out[1], start[1].double() + reference.grouped_mm_wgrad(g, x, offs)[1])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_misaligned_operand_is_the_one_that_is_copied(name: str) -> None:
+    """Calls that differ in nothing but which operand is misaligned have routes of their own."""
+    a, b, offs = select(name, *make([7, 0, 64, 1], n=72, k=40))
+    expected = reference.PRODUCTS[name](a, b, offs)
+    off = LAYOUTS["misaligned"]
+    for first, second in ((off(a), b), (a, off(b)), (off(a), off(b)), (a, b), (off(a), b)):
+        out = torch.full(expected.shape, NAN, dtype=BF16)
+        getattr(cake_ops, name)(first, second, offs, out=out)
+        assert_close(out, expected)
+        assert_close(getattr(cake_ops, name)(first, second, offs), expected)
+
+
+def test_explain_of_a_kernel_says_what_is_launched() -> None:
+    x, w, _, offs = make([128] * 8, n=256, k=128)
+    explanation = cake_ops.explain(cake_ops.grouped_mm, x, w, offs)
+    m, n, _ = explanation.tile
+    assert f"_{m}x{n}_c{explanation.cluster}" in explanation.kernel
+    assert explanation.grid % explanation.cluster == 0 and explanation.threads == 384
+    assert explanation.kernel in str(explanation) and explanation.workspace_bytes == 0
+    with pytest.raises(RuntimeError, match="offs must have one end for each expert"):
+        cake_ops.explain(cake_ops.grouped_mm, x, w, offs[:-1])
+
+
+# Prepared launches
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_prepared_launch_takes_new_values(emulated: list[str], name: str) -> None:
+    a, b, offs = select(name, *make([7, 0, 64, 1], n=72, k=40, tail=3))
+    prepared = cake_ops.prepare(name, a, b, offs)
+    assert not emulated and prepared.explanation.path == "kernel"
+    for sizes in ([7, 0, 64, 1], [0, 0, 0, 0], [1, 70, 0, 2]):
+        a.normal_(), b.normal_(), offs.copy_(reference.offsets(sizes))
+        prepared.out.fill_(NAN)
+        assert prepared.launch() is prepared.out
+        assert_close(prepared.out, reference.PRODUCTS[name](a, b, offs))
+    assert emulated == [prepared.explanation.kernel] * 3
+
+
+@pytest.mark.parametrize("operand", ["a", "b", "offs", "out"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_prepare_refuses_what_needs_a_copy(name: str, operand: str) -> None:
+    a, b, offs = select(name, *make([7, 0, 64, 1], n=72, k=40))
+    out = torch.empty(reference.PRODUCTS[name](a, b, offs).shape, dtype=BF16)
+    call = {"a": a, "b": b, "offs": offs, "out": out}
+    call[operand] = (
+        offs.repeat_interleave(2)[::2]
+        if operand == "offs"
+        else LAYOUTS["misaligned"](call[operand])
+    )
+    out = call.pop("out")
+    with pytest.raises(RuntimeError, match="cannot prepare a launch on these tensors.*copy them"):
+        cake_ops.prepare(name, *call.values(), out=out)
+
+
+# Caches
+
+
+def test_h51_memory_that_is_reused_with_another_geometry() -> None:
+    """One address, many shapes, strides, numbers of experts and result types."""
+    memory = torch.empty(1 << 16, dtype=BF16)
+    result = torch.empty(1 << 15)
+    for sizes, n, k in (([9, 7], 40, 24), ([16], 24, 40), ([1, 2, 3], 40, 24), ([9, 7], 40, 24)):
+        rows, experts = sum(sizes), len(sizes)
+        x = memory[: rows * k].view(rows, k).normal_()
+        w = memory[1 << 14 :][: experts * n * k].view(experts, n, k).normal_()
+        g = memory[1 << 15 :][: rows * n].view(rows, n).normal_()
+        offs = reference.offsets(sizes)
+        for weight in (w, w.view(experts, k, n).mT):
+            assert weight.data_ptr() == w.data_ptr()
+            y = cake_ops.grouped_mm(x, weight, offs)
+            assert_close(y, reference.grouped_mm(x, weight, offs))
+        for dtype in (torch.float32, BF16):
+            out = result.view(dtype)[: experts * n * k].view(experts, n, k)
+            cake_ops.grouped_mm_wgrad(g, x, offs, out=out)
+            assert_close(out, reference.grouped_mm_wgrad(g, x, offs), 4e-3)
+
+
+def test_h52_fresh_tensors_of_known_shapes_hit(misses: list[int]) -> None:
+    def step(rows: int) -> None:
+        x, w, _, offs = make([rows, 3], n=40, k=24)
+        x.requires_grad_(), w.requires_grad_()
+        cake_ops.grouped_mm(x, w, offs).square().sum().backward()
+
+    for rows in (5, 6, 7):
+        step(rows)
+    entries, planned = {name: len(cache) for name, cache in CACHES.items()}, len(misses)
+    assert planned == 9
+    for i in range(60):
+        step(5 + i % 3)
+    assert len(misses) == planned
+    assert {name: len(cache) for name, cache in CACHES.items()} == entries
+
+
+def test_h54_caches_are_bounded() -> None:
+    w, offs = torch.randn(1, 8, 8).to(BF16), torch.tensor([3], dtype=torch.int32)
+    x = torch.randn(MAX_ROUTES + 100, 8).to(BF16)
+    for rows in range(1, len(x) + 1):
+        y = cake_ops.grouped_mm(x[:rows], w, offs)
+        assert len(CACHES["grouped_mm"]) <= MAX_ROUTES
+        if rows % 200 == 0:
+            assert_close(y, reference.grouped_mm(x[:rows], w, offs.clamp(max=rows)))
+    assert MAX_ROUTES // 2 <= len(CACHES["grouped_mm"])
+    assert_close(cake_ops.grouped_mm(x[:9], w, offs), reference.grouped_mm(x[:9], w, offs))
+
+
+def test_h53_routes_hold_no_tensors() -> None:
+    x, w, g, offs = make([9, 7], n=40, k=24)
+    misaligned = LAYOUTS["misaligned"](x)
+    held = [weakref.ref(t) for t in (x, w, g, offs, misaligned)]
+    held += [weakref.ref(cake_ops.grouped_mm(t, w, offs)) for t in (x, misaligned)]
+    held += [weakref.ref(cake_ops.grouped_mm_wgrad(g, t, offs)) for t in (x, misaligned)]
+    del x, w, g, offs, misaligned
+    assert all(ref() is None for ref in held)
+
+
+def test_threads_share_the_caches() -> None:
+    problems = [make([9, rows], n=40, k=24) for rows in range(1, 9)]
+    expected = [cake_ops.grouped_mm(x, w, offs) for x, w, _, offs in problems]
+
+    def work() -> None:
+        for _ in range(20):
+            for (x, w, _, offs), y in zip(problems, expected, strict=True):
+                assert same_bits(cake_ops.grouped_mm(x, w, offs), y)
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(work) for _ in range(4)]
+        while not all(future.done() for future in futures):
+            cake_ops.clear_caches()
+    for future in futures:
+        future.result()
+
+
+# Offsets
+
+
+@pytest.mark.parametrize("form", ["", "_out", "_"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_check_offs_names_the_group(
+    monkeypatch: pytest.MonkeyPatch, emulated: list[str], name: str, form: str
+) -> None:
+    a, b, offs = select(name, *make([7, 0, 64, 1], n=72, k=40))
+    out = torch.full(reference.PRODUCTS[name](a, b, offs).shape, CANARY, dtype=BF16)
+    bad = offs.clone()
+    bad[2] = 3
+    call = {
+        "": lambda offs: getattr(cake_ops, name)(a, b, offs),
+        "_out": lambda offs: getattr(cake_ops, name)(a, b, offs, out=out),
+        "_": lambda offs: cake_ops.grouped_mm_wgrad_(out, a, b, offs),
+    }[form]
+    if form == "_" and name != "grouped_mm_wgrad":
+        return
+    monkeypatch.setattr(grouped_mm, "CHECK_OFFS", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(RuntimeError, match=f"cake::{name}{form}: .*group 2 ends at 3, .* at 7"):
+        call(bad)
+    assert (out == CANARY).all() and not emulated
+    call(offs)
+    assert len(emulated) == 1

@@ -39,7 +39,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from ._library import LIB, OPS, Op
-from ._sharding import register_sharding_once
 
 
 class Call(NamedTuple):
@@ -159,8 +158,6 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
 
     def kernel(keyset, a, b, offs=None, **options):
         launch = launches.get(keyset.raw_repr())
-        if launch is None:
-            register_sharding_once()
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, a, b)
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):

@@ -180,7 +180,10 @@ def check_no_overlap(op: str, out: Tensor, **inputs: Tensor) -> None:
         begin, end = _extent(t)
         require(
             not (first < end and begin < last),
-            lambda arg=arg: f"cake::{op}: out must not overlap the input {arg} in memory",
+            lambda arg=arg: (
+                f"cake::{op}: out must not share memory with the input {arg}; their address ranges"
+                " overlap"
+            ),
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _checks as check
 from ._library import LIB, NAMESPACE, OPS
+from ._sharding import register_sharding_once
 
 Shape = tuple[Any, ...]
 Dtypes = tuple[torch.dtype, ...]
@@ -98,6 +99,7 @@ class Problem:
 
     def _register_fakes(self) -> None:
         def fake(*tensors, out_dtype=None, deterministic=True):
+            register_sharding_once()
             return self.allocate(*tensors, out_dtype=out_dtype)
 
         def fake_out(*tensors, out, deterministic=True):

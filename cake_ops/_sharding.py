@@ -1,14 +1,20 @@
 """Sharding rules, so that DTensor arguments pass through the operators.
 
-Importing DTensor takes a second or so; the rules are registered when it is there already, at the first
-call that is not plain eager (a DTensor call never is). Each rule is a list of ``(outputs, inputs)``
-placements. ``offs`` counts local rows, so it and the rows (M) are replicated. Expert parallelism, where
-each rank holds other experts and other rows, is no sharding of one call: use ``to_local()`` there.
+A product may be sharded along any one dimension of its problem. The tensors that have the dimension are
+sharded along it, an operand without it is replicated, and a result without it is a partial sum. Only the
+rows (M) and the experts (E) of a grouped GEMM are never sharded: ``offs`` counts local rows, and with
+expert parallelism each rank holds other experts and other rows, which is no sharding of one call: use
+``to_local()`` there.
+
+Importing DTensor takes a second or so, hence the rules are registered late, when it has been imported
+already and calls a fake: it does so before it looks for a rule.
 """
 
 from __future__ import annotations
 
 import sys
+from string import ascii_lowercase
+from typing import Any
 
 from ._library import OPS
 
@@ -21,63 +27,40 @@ def register_sharding_once() -> None:
     if _registered or "torch.distributed.tensor" not in sys.modules:
         return
     _registered = True
-    from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    R, P = Replicate(), Partial()
-    S0, S1, S2 = Shard(0), Shard(1), Shard(2)
-    # For each operator: [(output, (input, input))], without offs.
-    grouped = {
-        "grouped_mm": [(R, (R, R)), (S1, (R, S1)), (P, (S1, S2))],
-        "grouped_mm_dgrad": [(R, (R, R)), (P, (S1, S1)), (S1, (R, S2))],
-        "grouped_mm_wgrad": [(R, (R, R)), (S1, (S1, R)), (S2, (R, S1))],
-    }
-    matrix = {
-        "mm": [(R, (R, R)), (S0, (S0, R)), (S1, (R, S0)), (P, (S1, S1))],
-        "mm_dgrad": [(R, (R, R)), (S0, (S0, R)), (P, (S1, S0)), (S1, (R, S1))],
-        "mm_wgrad": [(R, (R, R)), (S0, (S1, R)), (S1, (R, S1)), (P, (S0, S0))],
-    }
-    batched = {
-        "batched_mm": [(R, (R, R)), (S0, (S0, S0)), (S1, (S1, R)), (S2, (R, S1)), (P, (S2, S2))],
-        "batched_mm_dgrad": [
-            (R, (R, R)),
-            (S0, (S0, S0)),
-            (S1, (S1, R)),
-            (P, (S2, S1)),
-            (S2, (R, S2)),
-        ],
-        "batched_mm_wgrad": [
-            (R, (R, R)),
-            (S0, (S0, S0)),
-            (S1, (S2, R)),
-            (S2, (R, S2)),
-            (P, (S1, S1)),
-        ],
-    }
+    for family in ("grouped_mm", "router_mm", "dense_mm", "batched_mm"):
+        for form in ("", "_dgrad", "_wgrad"):
+            register_sharding(OPS[family + form].overload)(_rule(family, form))
 
-    def rule(rows, *, has_offs=False):
-        def strategies(*args, **kwargs):
-            extra = [R] if has_offs else [None] * (len(args) - 2)
-            return [([out], [*ins, *extra]) for out, ins in rows]
 
-        return strategies
+def _dimensions(family: str, form: str, rank: int) -> tuple[str, str, str, str]:
+    """The dimensions of the operands a and b and of the result, one letter each, and the shardable ones.
 
-    def dense_rule(suffix):
-        def strategies(a, b, **kwargs):
-            # dense operands may have leading dimensions: M is the flattened rest, sharded on dim 0
-            last = Shard(len(a.shape) - 1)
-            swap = {S1: last}
-            rows = matrix[suffix]
-            if suffix == "mm_wgrad":
-                return [([o], [swap.get(i, i) for i in ins]) for o, ins in rows]
-            return [([swap.get(o, o)], [swap.get(ins[0], ins[0]), ins[1]]) for o, ins in rows]
+    ``rank`` is the number of dimensions of a, of which :func:`cake_ops.dense_mm` takes any number.
+    """
+    rows = ascii_lowercase[: rank - 1]
+    x, w, g, shardable = {
+        "grouped_mm": ("MK", "ENK", "MN", "NK"),
+        "router_mm": ("MK", "NK", "MN", "MNK"),
+        "dense_mm": (rows + "K", "NK", rows + "N", rows + "NK"),
+        "batched_mm": ("LMK", "LNK", "LMN", "LMNK"),
+    }[family]
+    a, b, y = {"": (x, w, g), "_dgrad": (g, w, x), "_wgrad": (g, x, w)}[form]
+    return a, b, y, shardable
 
-        return strategies
 
-    for name, rows in grouped.items():
-        register_sharding(OPS[name].overload)(rule(rows, has_offs=True))
-    for name, rows in batched.items():
-        register_sharding(OPS[name].overload)(rule(rows))
-    for suffix, rows in matrix.items():
-        register_sharding(OPS[f"router_{suffix}"].overload)(rule(rows))
-        register_sharding(OPS[f"dense_{suffix}"].overload)(dense_rule(suffix))
+def _rule(family: str, form: str) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def strategies(a_spec, b_spec, *offs, **options):
+        a, b, y, shardable = _dimensions(family, form, len(a_spec.shape))
+        replicated = [Replicate() for _ in offs]
+        rows = [([Replicate()], [Replicate(), Replicate(), *replicated])]
+        for letter in shardable:
+            result = Shard(y.index(letter)) if letter in y else Partial()
+            operands = [Shard(t.index(letter)) if letter in t else Replicate() for t in (a, b)]
+            rows.append(([result], [*operands, *replicated]))
+        return rows
+
+    return strategies

@@ -5,12 +5,8 @@ cake_kernel(
   sm90_grouped_gemm # forward (nt) and data gradient (nn): layout of B, tile, cluster
   nt_128x256_c2
   nn_128x256_c2
-  nt_128x256_c1
-  nn_128x256_c1
   nt_128x128_c1
   nn_128x128_c1
-  nt_64x256_c1
-  nn_64x256_c1
   nt_64x128_c1
   nn_64x128_c1)
 

@@ -49,7 +49,7 @@ def through_map(geometry: TensorMapGeometry, address: int) -> Tensor:
 
 
 class EmulatedPlan:
-    """A grouped kernel's plan whose launch computes at once; ``launched`` names all launches."""
+    """A grouped kernel's plan whose launches compute at once; ``launched`` names them."""
 
     launched: ClassVar[list[str]] = []
 
@@ -65,22 +65,22 @@ class EmulatedPlan:
     ) -> None:
         self.name, self.maps, self.parameters = name, maps, parameters
 
-    def launch(self, operands: tuple[int, ...], pointers: tuple[int, ...]) -> None:
+    def run(self, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
         self.launched.append(self.name)
+        operands = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         for geometry, address in zip(self.maps, operands, strict=True):
             assert_encodable(geometry, address)
         wgrad = self.name.startswith("sm90_grouped_gemm_wgrad")
         kinds = [POINTER, *[I64] * (1 + wgrad), POINTER, *[I32] * 4]
         assert [p if p == POINTER else p[0] for p in self.parameters] == kinds
-        scalars = [p[1] for p in self.parameters if p != POINTER]
-        (to, offs), (*strides, M, N, K, E) = pointers, scalars
-        ends = tensor_at(offs, torch.int32, (E,), (1,)).clamp(0, M).cummax(0).values
+        *strides, M, N, K, E = [p[1] for p in self.parameters if p != POINTER]
+        ends = tensor_at(offs.data_ptr(), torch.int32, (E,), (1,)).clamp(0, M).cummax(0).values
         if wgrad:
             self._weight_gradient(operands, ends.int(), M, N, K)
         else:
             self._rows(operands, ends.int())
         result = through_map(self.maps[2], operands[2])
-        assert to == operands[2] and strides[::-1] == list(result.stride()[:-1])
+        assert strides[::-1] == list(result.stride()[:-1])
         assert result.shape == ((E, N, K) if wgrad else (M, N))
 
     def _rows(self, operands: tuple[int, ...], ends: Tensor) -> None:

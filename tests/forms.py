@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import reference
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cake_ops
 
@@ -117,6 +119,20 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
     bound = reference.tolerance(actual.dtype) if tolerance is None else tolerance
     assert reference.relative_error(actual, expected) <= bound
     assert reference.peak_error(actual, expected) <= bound
+
+
+@contextmanager
+def seen_operators() -> Iterator[list[str]]:
+    """Yields the names of the operators that reach the dispatcher while the context is open."""
+    names: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield names
 
 
 def padded(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,10 @@ def block(op: Problem) -> Callable[..., Tensor]:
 def block_operands(op: Problem) -> tuple[Tensor, Tensor, Tensor]:
     x, w = op.operands()
     *lead, n, k = w.shape
-    up, down = torch.randn(*lead, 2 * n, k, dtype=op.dtype), torch.randn(*lead, k, n, dtype=op.dtype)
+    up, down = (
+        torch.randn(*lead, 2 * n, k, dtype=op.dtype),
+        torch.randn(*lead, k, n, dtype=op.dtype),
+    )
     return x, up.requires_grad_(), down.requires_grad_()
 
 
@@ -123,7 +126,16 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
         (lambda region: wrap(lambda *args: region(*args).sigmoid()), 2),
         (lambda region: wrap(region, debug=True), 1),
     ],
-    ids=["plain", "early", "h41-late", "reentrant", "h44-2-deep", "h44-3-deep", "saver-last", "debug"],
+    ids=[
+        "plain",
+        "early",
+        "h41-late",
+        "reentrant",
+        "h44-2-deep",
+        "h44-3-deep",
+        "saver-last",
+        "debug",
+    ],
 )
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h40_launches_and_bits(
@@ -238,9 +250,7 @@ def test_h40_stopped_recomputation_allocates_no_result(
         return out
 
     with surroundings():
-        y = checkpoint(
-            cake_ops.grouped_mm, x, w, offs, use_reentrant=False, early_stop=early_stop
-        )
+        y = checkpoint(cake_ops.grouped_mm, x, w, offs, use_reentrant=False, early_stop=early_stop)
         g = torch.randn_like(y)
         monkeypatch.setattr(cake_ops._problem.Problem, "allocate", recording)
         sizes = allocations(lambda: y.backward(g))
@@ -316,21 +326,26 @@ def test_h44_exception_of_a_pack_hook_passes_and_nothing_is_launched(
 ) -> None:
     op = problem(name)
     a, b = op.operands()
+
+    def attempt(packs: int) -> Counter[str]:
+        """Calls the operator under a pack hook that raises when ``packs`` tensors have been packed."""
+        packed = []
+
+        def pack(t: Tensor) -> Tensor:
+            if len(packed) == packs:
+                raise Stop
+            packed.append(t)
+            return t
+
+        hooks = saved_tensors_hooks(pack, lambda t: t)
+        with count_launches() as launches, pytest.raises(Stop), hooks:
+            op(a, b)
+        return launches
+
     with surroundings():
-        for last in range(2 + len(op.offs)):
-            packed = []
-
-            def pack(t: Tensor) -> Tensor:
-                if len(packed) == last:
-                    raise Stop
-                packed.append(t)
-                return t
-
-            before = state()
-            with count_launches() as launches, pytest.raises(Stop):
-                with saved_tensors_hooks(pack, lambda t: t):
-                    op(a, b)
-            assert not launches
+        before = state()
+        for packs in range(2 + len(op.offs)):
+            assert not attempt(packs)
             assert state() == before
         op(a, b).sum().backward()
     assert a.grad is not None and b.grad is not None

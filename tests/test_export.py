@@ -1,4 +1,4 @@
-"""Tracing ahead of time: make_fx, torch.export, and AOTInductor packages in this and in fresh processes."""
+"""Tracing ahead of time: make_fx, AOTAutograd's graphs, torch.export, and AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
 from families import FAMILIES, problem
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +34,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = cake_ops.nn.RouterLinear(6, 3)
-        self.up = cake_ops.nn.GroupedLinear(3, 6, 8, bias=True)
+        self.up = cake_ops.nn.GroupedLinear(3, 6, 8)
         self.down = cake_ops.nn.GroupedLinear(3, 8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +64,9 @@ def targets(gm: torch.fx.GraphModule) -> list[str]:
 ROWS = (10, 33, 2)
 
 
-def check_program(f: Callable[[Tensor], Tensor], model: nn.Module, rows: tuple[int, ...] = ROWS) -> None:
+def check_program(
+    f: Callable[[Tensor], Tensor], model: nn.Module, rows: tuple[int, ...] = ROWS
+) -> None:
     for m in rows:
         x = torch.randn(m, 6)
         torch.testing.assert_close(f(x), model(x))
@@ -75,9 +81,9 @@ def check_program(f: Callable[[Tensor], Tensor], model: nn.Module, rows: tuple[i
 def test_make_fx(name: str, mode: str, pre_dispatch: bool) -> None:
     op = problem(name)
     a, b = op.operands(a_grad=False, b_grad=False)
-    gm = make_fx(op, tracing_mode=mode, pre_dispatch=pre_dispatch)(a, b)
+    gm = make_fx(op.overload, tracing_mode=mode, pre_dispatch=pre_dispatch)(a, b, *op.offs)
     assert targets(gm) == [name]
-    assert torch.equal(gm(a + 1, b), op(a + 1, b))
+    assert torch.equal(gm(a + 1, b, *op.offs), op(a + 1, b))
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
@@ -85,14 +91,13 @@ def test_make_fx(name: str, mode: str, pre_dispatch: bool) -> None:
 def test_make_fx_through_a_backward(name: str, mode: str) -> None:
     op = problem(name)
 
-    def step(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(op(a, b).pow(2).sum(), (a, b))
+    def step(a: Tensor, b: Tensor, *offs: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(op.overload(a, b, *offs).pow(2).sum(), (a, b))
 
-    a, b = op.operands()
-    gm = make_fx(step, tracing_mode=mode)(a, b)
+    args = (*op.operands(), *op.offs)
+    gm = make_fx(step, tracing_mode=mode)(*args)
     assert targets(gm) == [name, f"{name}_dgrad", f"{name}_wgrad"]
-    for actual, expected in zip(gm(a, b), step(a, b), strict=True):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, gm(*args), step(*args)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -106,8 +111,122 @@ def test_make_fx_of_a_checkpointed_step_has_one_forward_product(name: str) -> No
     a, b = op.operands()
     gm = make_fx(step)(a, b)
     assert targets(gm) == [name, f"{name}_dgrad", f"{name}_wgrad"]
-    for actual, expected in zip(gm(a, b), step(a, b), strict=True):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, gm(a, b), step(a, b)))
+
+
+# Traced graphs
+
+
+def traced(f: Callable[..., Tensor], *args: Tensor) -> str:
+    graphs = []
+
+    def record(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(gm.code.strip())
+        return make_boxed_func(gm)
+
+    aot_function(f, fw_compiler=record, bw_compiler=record)(*args).sum().backward()
+    return "\n\n".join(graphs)
+
+
+def test_traced_grouped_mm() -> None:
+    op = problem("grouped_mm")
+    f = partial(cake_ops.grouped_mm, deterministic=False)
+    expecttest.assert_expected_inline(
+        traced(f, *op.operands(), *op.offs),
+        """\
+def forward(self, primals_1, primals_2, primals_3):
+    grouped_mm = torch.ops.cake.grouped_mm.default(primals_1, primals_2, primals_3, deterministic = False)
+    return (grouped_mm, primals_1, primals_2, primals_3)
+
+def forward(self, primals_1, primals_2, primals_3, tangents_1):
+    grouped_mm_dgrad = torch.ops.cake.grouped_mm_dgrad.default(tangents_1, primals_2, primals_3);  primals_2 = None
+    grouped_mm_wgrad = torch.ops.cake.grouped_mm_wgrad.default(tangents_1, primals_1, primals_3, deterministic = False);  tangents_1 = primals_1 = primals_3 = None
+    return (grouped_mm_dgrad, grouped_mm_wgrad, None)""",
+    )
+
+
+def test_traced_router_mm() -> None:
+    op = problem("router_mm")
+    a, b = op.operands()
+    b = b.detach().bfloat16().requires_grad_()
+    expecttest.assert_expected_inline(
+        traced(cake_ops.router_mm, a, b),
+        """\
+def forward(self, primals_1, primals_2):
+    router_mm = torch.ops.cake.router_mm.default(primals_1, primals_2)
+    return (router_mm, primals_1, primals_2)
+
+def forward(self, primals_1, primals_2, tangents_1):
+    router_mm_dgrad = torch.ops.cake.router_mm_dgrad.default(tangents_1, primals_2, out_dtype = torch.float32);  primals_2 = None
+    router_mm_wgrad = torch.ops.cake.router_mm_wgrad.default(tangents_1, primals_1, out_dtype = torch.bfloat16);  tangents_1 = primals_1 = None
+    return (router_mm_dgrad, router_mm_wgrad)""",
+    )
+
+
+def test_traced_dense_mm_with_float32_result() -> None:
+    op = problem("dense_mm")
+    f = partial(cake_ops.dense_mm, out_dtype=torch.float32)
+    expecttest.assert_expected_inline(
+        traced(f, *op.operands(torch.bfloat16)),
+        """\
+def forward(self, primals_1, primals_2):
+    dense_mm = torch.ops.cake.dense_mm.default(primals_1, primals_2, out_dtype = torch.float32)
+    return (dense_mm, primals_1, primals_2)
+
+def forward(self, primals_1, primals_2, tangents_1):
+    _to_copy = torch.ops.aten._to_copy.default(tangents_1, dtype = torch.bfloat16);  tangents_1 = None
+    dense_mm_dgrad = torch.ops.cake.dense_mm_dgrad.default(_to_copy, primals_2);  primals_2 = None
+    dense_mm_wgrad = torch.ops.cake.dense_mm_wgrad.default(_to_copy, primals_1);  _to_copy = primals_1 = None
+    return (dense_mm_dgrad, dense_mm_wgrad)""",
+    )
+
+
+def test_traced_batched_mm_with_transposed_weight() -> None:
+    op = problem("batched_mm")
+    a, b = op.operands()
+    b = b.detach().mT.contiguous().mT.requires_grad_()
+    expecttest.assert_expected_inline(
+        traced(cake_ops.batched_mm, a, b),
+        """\
+def forward(self, primals_1, primals_2):
+    batched_mm = torch.ops.cake.batched_mm.default(primals_1, primals_2)
+    return (batched_mm, primals_1, primals_2)
+
+def forward(self, primals_1, primals_2, tangents_1):
+    batched_mm_dgrad = torch.ops.cake.batched_mm_dgrad.default(tangents_1, primals_2);  primals_2 = None
+    batched_mm_wgrad = torch.ops.cake.batched_mm_wgrad.default(primals_1, tangents_1);  primals_1 = tangents_1 = None
+    transpose = torch.ops.aten.transpose.int(batched_mm_wgrad, -2, -1);  batched_mm_wgrad = None
+    return (batched_mm_dgrad, transpose)""",
+    )
+
+
+def test_traced_accumulation() -> None:
+    graphs = []
+
+    def record(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(gm.code.strip())
+        return make_boxed_func(gm)
+
+    def f(out: Tensor, g: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+        cake_ops.grouped_mm_wgrad_(out, g, x, offs)
+        return 2 * out
+
+    op = problem("grouped_mm_wgrad")
+    args = (
+        torch.zeros(op.result, dtype=op.dtype),
+        *op.operands(a_grad=False, b_grad=False),
+        *op.offs,
+    )
+    torch.compile(f, backend=aot_autograd(fw_compiler=record), fullgraph=True)(*args)
+    expecttest.assert_expected_inline(
+        graphs[0],
+        """\
+def forward(self, arg0_1, arg1_1, arg2_1, arg3_1):
+    auto_functionalized_v2 = torch.ops.higher_order.auto_functionalized_v2(torch.ops.cake.grouped_mm_wgrad_.default, g = arg1_1, x = arg2_1, offs = arg3_1, deterministic = True, _out_base_index = 0, _all_bases = [arg0_1]);  arg1_1 = arg2_1 = arg3_1 = arg0_1 = None
+    getitem_1 = auto_functionalized_v2[1];  auto_functionalized_v2 = None
+    mul = torch.ops.aten.mul.Tensor(getitem_1, 2)
+    return (getitem_1, mul)""",
+    )
 
 
 # torch.export
@@ -194,7 +313,15 @@ def run_fresh(path: Path, model: nn.Module, how: str) -> Any:
     x = torch.randn(12, 6)
     torch.save((x, model(x)), path.with_suffix(".pt"))
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FRESH), str(path), str(path.with_suffix(".pt")), how],
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(FRESH),
+            str(path),
+            str(path.with_suffix(".pt")),
+            how,
+        ],
+        check=False,
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from forms import LAYOUTS, assert_close, assert_refused_alike
+from forms import LAYOUTS, assert_close, assert_refused_alike, seen_operators
 from torch import Tensor
 
 import cake_ops
@@ -98,6 +98,18 @@ def test_values_in_every_layout(device: torch.device, form: str, operand: int, l
     offs = reference.offsets(GROUPS, device)
     y = cake_ops.functional.grouped_mm(a, b, offs=None if form == "3d-3d" else offs)
     assert_close(y, expected_product(form, a, b, offs))
+
+
+@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_are_read_in_place(device: torch.device, form: str, layout: str) -> None:
+    """Nothing but views and one product."""
+    a, b = make(form, layout, layout, device)
+    offs = None if form == "3d-3d" else reference.offsets(GROUPS, device)
+    with seen_operators() as seen:
+        cake_ops.functional.grouped_mm(a, b, offs=offs)
+    products = [name for name in seen if name not in ("aten::t", "aten::transpose.int")]
+    assert len(products) == 1 and products[0].startswith("cake::")
 
 
 @pytest.mark.parametrize("form", ["2d-3d", "2d-2d", "3d-2d"])

@@ -31,7 +31,8 @@ def test_out_that_overlaps_an_input_is_refused(device: torch.device, name: str, 
                 with pytest.raises(RuntimeError) as error:
                     getattr(torch.ops.cake, form)(**inputs | {arg: view, "out": out})
                 assert str(error.value) == (
-                    f"cake::{form}: out must not overlap the input {arg} in memory"
+                    f"cake::{form}: out must not share memory with the input {arg}; their address"
+                    " ranges overlap"
                 )
                 assert torch.equal(storage, before)
             else:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from forms import LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
+from forms import LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, seen_operators, select
 from torch import Tensor
 
 import cake_ops
@@ -124,7 +124,10 @@ def test_h27_gradients_have_the_dtype_of_their_operand(
     x, w = x.to(x_dtype).requires_grad_(), w.to(w_dtype).requires_grad_()
     y = cake_ops.router_mm(x, w)
     assert y.dtype == FP32
-    y.backward(g)
+    with seen_operators() as seen:
+        y.backward(g)
+    assert {"cake::router_mm_dgrad", "cake::router_mm_wgrad"} <= set(seen)
+    assert "aten::_to_copy" not in seen  # each product writes its dtype itself
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
     reference.mm(x64, w64).backward(g.double())
     for t, t64 in ((x, x64), (w, w64)):

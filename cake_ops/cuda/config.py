@@ -76,10 +76,8 @@ class GroupedConfig:
 
 # (tile_m, tile_n, num_stages, staging_buffers, cluster_m), the policies that csrc/instances.cmake builds.
 _RAGGED_M_POLICIES = (
-    (128, 256, 3, 4, 2),
-    (128, 256, 3, 4, 1),
+    (128, 256, 4, 2, 2),
     (128, 128, 6, 2, 1),
-    (64, 256, 4, 2, 1),
     (64, 128, 8, 1, 1),
 )
 _RAGGED_K_POLICIES = ((128, 256, 4, 2, 2), (128, 128, 6, 2, 1))

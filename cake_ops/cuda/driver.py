@@ -34,8 +34,10 @@ def check(result: tuple) -> Any:
 
 
 def bind_context(device: int) -> None:
-    """Makes the device's primary context current in this thread (autograd's threads may have none)."""
+    """Makes the device's primary context current in a thread that has none, such as one of autograd's."""
     cu = driver()
+    if int(check(cu.cuCtxGetCurrent())):
+        return
     context = _contexts.get(device)
     if context is None:
         context = _contexts.setdefault(device, check(cu.cuDevicePrimaryCtxRetain(device)))

@@ -71,7 +71,8 @@ class Plan:
         self.name, self.device = name, device
         self.grid, self.threads, self.smem_bytes = grid, threads, smem_bytes
         self.parameters, self.programmatic = parameters, programmatic
-        self.run = self._make_run(kernel(name, device, smem_bytes), *map(MapTable, maps))
+        tables = (MapTable(geometry, device) for geometry in maps)
+        self.run = self._make_run(kernel(name, device, smem_bytes), *tables)
 
     def _make_run(
         self, handle: Any, maps_a: MapTable, maps_b: MapTable, maps_out: MapTable

@@ -23,7 +23,7 @@ PROMPT = "The "
 # option -> (default on the CPU, default on CUDA, help). The CPU sizes train in well under a minute on
 # two cores; the CUDA sizes give every expert enough rows for its GEMM to matter.
 SIZES: dict[str, tuple[Any, Any, str]] = {
-    "steps": (400, 200, "training steps"),
+    "steps": (600, 200, "training steps"),
     "batch": (16, 32, "windows of text in a step"),
     "context": (128, 256, "bytes in a window"),
     "layers": (2, 4, "transformer blocks"),

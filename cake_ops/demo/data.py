@@ -29,7 +29,8 @@ def read_corpus(device: torch.device) -> Corpus:
     seen: set[str] = set()
     pages: tuple[list[str], list[str]] = ([], [])
     for number, name in enumerate(sorted(topics)):
-        new = [p for p in dict.fromkeys(topics[name].split("\n\n")) if p.strip() and p not in seen]
+        paragraphs = [p.strip("\n") for p in topics[name].split("\n\n")]
+        new = [p for p in dict.fromkeys(paragraphs) if p and p not in seen]
         seen.update(new)
         pages[number % HELD_OUT_EVERY == HELD_OUT_EVERY // 2].append("\n\n".join(new))
 

@@ -154,6 +154,11 @@ def _figure(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def gap_text(gap: float | None) -> str:
+    """A loss difference; ``0`` is said of equal bits alone."""
+    return "0" if gap == 0 else _figure(gap, ".1e")
+
+
 def _loss_rows(run: Run) -> list[str]:
     last = max(run.held_out, default=0)
     nats = [run.held_out.get(0), run.held_out[last] if last else None]
@@ -182,17 +187,19 @@ def _arm_rows(run: Run) -> list[str]:
     return [
         *rows,
         _row("                relative to cake", [_figure(ratio, ".2f") for ratio in ratios]),
-        _row("largest difference to cake's loss", ["-", *(_figure(gap, ".1e") for gap in gaps)]),
+        _row("largest difference to cake's loss", ["-", *map(gap_text, gaps)]),
         f"    speed: medians of {timed} whole steps each, in turn; loss: over the first {steps} steps",
     ]
 
 
 def _launch_rows(run: Run) -> list[str]:
     counts = [run.forward_launches.get(early_stop) for early_stop in (True, False)]
-    spared = "dropped by the compiler" if run.config.compile else "skipped by the early stop"
+    if run.config.compile:
+        why = "up alone, the compiler drops the unused down"
+    else:
+        why = "up alone where it stops early, else both"
     return [
         _row("early stop of checkpoint", ["on", "off"]),
         _row("forward grouped GEMMs in a step", [_figure(count, "d") for count in counts]),
-        f"    {run.model_config.layers} blocks x (up + down), and up again in the backward;"
-        f" down, which nobody needs, is {spared}",
+        f"    {run.model_config.layers} blocks x (up + down), and again in the backward: {why}",
     ]

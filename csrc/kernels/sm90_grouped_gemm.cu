@@ -6,22 +6,24 @@
 //
 // A cluster of kClusterM CTAs makes kClusterM * kTileM rows of one group times kTileN columns. Its
 // CTAs need the same tile of B, so each loads a slice of it and multicasts the slice to the others.
-// In a CTA, one warp is the producer: it issues the TMA loads of A (own rows) and B (own slice)
-// into a ring of kStages stages of 64 contraction steps. Two math warpgroups consume the ring,
-// either 64 rows each (kTileM = 128) or half the columns each (kTileM = 64). They never wait for
-// each other: each releases stages, stages its output and stores it by itself, so one multiplies
-// while the other stores, and the producer runs ahead into the next tile meanwhile. A warpgroup
-// whose rows all lie past the group's end skips its products.
+// Where a group has kTileM rows or less to go, one of two CTAs would have none; there the two make
+// tiles of the same rows side by side, each with its own tile of B (E = 32, 300 rows each, N =
+// 2048, K = 1536 on an H200: 116 us, not 144). In a CTA, one warp is the producer: it issues the
+// TMA loads of A (own rows) and B (own slice) into a ring of kStages stages of 64 contraction
+// steps. Two math warpgroups consume the ring, either 64 rows each (kTileM = 128) or half the
+// columns each (kTileM = 64). They never wait for each other: each releases stages, stages its
+// output and stores it by itself, so one multiplies while the other stores, and the producer runs
+// ahead into the next tile meanwhile. A warpgroup whose rows all lie past the group's end skips its
+// products.
 //
 // Loads need no masks: rows past the group's end are other rows of A (or zeros past M) and only
 // reach rows of D that are not stored; contraction steps past K are zeros in both operands (TMA
 // bounds). Stores of whole 64-row slices go by TMA, which clips columns at N; partial ones are
 // copied row by row.
 //
-// Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], staging, barriers. Three stages
-// and room to stage a whole tile beat four and half a tile by 1 to 2 % at K = 2048 on an H200: the
-// epilogue no longer waits for the copy engine, and clusters that run ahead less read less from
-// DRAM (3.9 GB, not 5.4, at 65536 x 4096 x 6144).
+// Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], staging, barriers. Four stages
+// and half a tile of staging: three stages with room for the whole tile lose 7 % where the SM clock
+// is free (E = 8, 512 rows each, N = K = 4096) and win nothing that lasts under the power limit.
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
 // in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
@@ -76,14 +78,10 @@ struct RaggedMConfig {
 
 // The named policies. Host side: cake_ops/cuda/config.py.
 namespace config {
-using nt_128x256_c2 = RaggedMConfig<Major::K, 128, 256, 3, 4, 2>;
-using nn_128x256_c2 = RaggedMConfig<Major::MN, 128, 256, 3, 4, 2>;
-using nt_128x256_c1 = RaggedMConfig<Major::K, 128, 256, 3, 4, 1>;
-using nn_128x256_c1 = RaggedMConfig<Major::MN, 128, 256, 3, 4, 1>;
+using nt_128x256_c2 = RaggedMConfig<Major::K, 128, 256, 4, 2, 2>;
+using nn_128x256_c2 = RaggedMConfig<Major::MN, 128, 256, 4, 2, 2>;
 using nt_128x128_c1 = RaggedMConfig<Major::K, 128, 128, 6, 2, 1>;
 using nn_128x128_c1 = RaggedMConfig<Major::MN, 128, 128, 6, 2, 1>;
-using nt_64x256_c1 = RaggedMConfig<Major::K, 64, 256, 4, 2, 1>;
-using nn_64x256_c1 = RaggedMConfig<Major::MN, 64, 256, 4, 2, 1>;
 using nt_64x128_c1 = RaggedMConfig<Major::K, 64, 128, 8, 1, 1>;
 using nn_64x128_c1 = RaggedMConfig<Major::MN, 64, 128, 8, 1, 1>;
 }  // namespace config

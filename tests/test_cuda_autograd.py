@@ -1,0 +1,183 @@
+"""Training steps on a GPU: memory, copies, checkpointing and compilation, told by the kernels that run.
+
+A test called after a case (h38, ..) is a defect that users of another package met once.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forms import assert_close, same_bits
+from gpu import BF16, DEVICE, Problem, check, grouped_kernels, kernels, problem, wait
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import cake_ops
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [97, 0, 64, 1, 138]
+
+
+@pytest.fixture
+def unpoisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No NaN in fresh results, whose kernels would be counted."""
+    monkeypatch.undo()
+
+
+def leaves(p: Problem) -> tuple[Tensor, Tensor]:
+    return p.x.detach().requires_grad_(), p.w.detach().requires_grad_()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Without the cycle collector: what is not freed by its last reference stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_h38_nothing_outlives_a_step(uncollected: None, backward: bool) -> None:
+    def step() -> list[weakref.ref[Tensor]]:
+        p = problem(SIZES, 136, 72)
+        x, w = leaves(p)
+        y = cake_ops.grouped_mm(x, w, p.offs)
+        held = [weakref.ref(t) for t in (x, w, p.g, y)]
+        if backward:
+            y.backward(p.g)
+            held += [weakref.ref(x.grad), weakref.ref(w.grad)]
+        return held
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    assert all(ref() is None for ref in step())
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("stored", ["[E, N, K]", "[E, K, N]"])
+def test_h39_the_weight_gradient_is_adopted_without_a_copy(unpoisoned: None, stored: str) -> None:
+    p = problem(SIZES, 136, 72)
+    x, w = leaves(p)
+    if stored == "[E, K, N]":
+        w = w.detach().mT.contiguous().requires_grad_()
+
+    def weight() -> Tensor:
+        return w if stored == "[E, N, K]" else w.mT
+
+    cake_ops.grouped_mm(x, weight(), p.offs).backward(p.g)
+    x.grad = w.grad = None
+    y = cake_ops.grouped_mm(x, weight(), p.offs)
+    ran = kernels(lambda: y.backward(p.g))
+    assert len(ran) == 2 and all(name.startswith("sm90_grouped_gemm_") for name in ran)
+    assert w.grad.stride() == w.stride()
+    expected = p.expected("grouped_mm_wgrad")
+    check(w.grad, expected if stored == "[E, N, K]" else expected.mT)
+
+
+# Checkpointing: the forward is the only user of layout nt
+
+
+Block = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def last(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return cake_ops.grouped_mm(F.silu(x), w, offs)
+
+
+def followed(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return cake_ops.grouped_mm(F.silu(x), w, offs).sin()
+
+
+@pytest.mark.parametrize(
+    "block, early_stop, forwards", [(last, True, 1), (last, False, 2), (followed, True, 2)]
+)
+def test_h40_early_stop_skips_exactly_one_forward_kernel(
+    unpoisoned: None, block: Block, early_stop: bool, forwards: int
+) -> None:
+    p = problem(SIZES, 136, 72)
+    x, w = leaves(p)
+    expected = torch.autograd.grad(block(x, w, p.offs), (x, w), p.g)
+    grads: list[Tensor] = []
+
+    def step() -> None:
+        with set_checkpoint_early_stop(early_stop):
+            y = checkpoint(block, x, w, p.offs, use_reentrant=False)
+            grads[:] = torch.autograd.grad(y, (x, w), p.g)
+
+    step()
+    ran = grouped_kernels(step)
+    assert sorted(ran) == ["nn", *["nt"] * forwards, "wgrad"]
+    assert all(same_bits(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def state() -> tuple[object, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.cuda.current_stream(),
+        torch.cuda.current_device(),
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_h44_nested_regions_leave_the_state_as_it_was(unpoisoned: None, depth: int) -> None:
+    p = problem(SIZES, 136, 72)
+    x, w = leaves(p)
+    expected = torch.autograd.grad(last(x, w, p.offs), (x, w), p.g)
+
+    def nested(levels: int, *args: Tensor) -> Tensor:
+        if levels == 0:
+            return last(*args)
+        return checkpoint(nested, levels - 1, *args, use_reentrant=False)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        before = state()
+        y = nested(depth, x, w, p.offs)
+        ran = grouped_kernels(lambda: torch.autograd.grad(y, (x, w), p.g, retain_graph=True))
+        grads = torch.autograd.grad(y, (x, w), p.g)
+        assert state() == before
+        wait()
+    assert sorted(ran) == ["nn", *["nt"] * (depth - 1), "wgrad"]
+    assert all(same_bits(a, b) for a, b in zip(grads, expected, strict=True))
+    check(p.run("grouped_mm"), p.expected("grouped_mm"))
+
+
+# Compilation
+
+
+def test_h46_operands_that_the_compiler_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that come out of a transpose and cast, a concatenation, and a padding of odd sizes."""
+    pytest.importorskip("triton")
+    from torch._inductor import config
+
+    def f(x: Tensor, w: Tensor, halves: Tensor, odd: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
+        return (
+            cake_ops.grouped_mm(x, w.transpose(1, 2).to(BF16), offs),
+            cake_ops.grouped_mm(x * 2, torch.cat([halves, halves + 1], 2), offs),
+            cake_ops.grouped_mm(F.pad(x, (0, 3)), F.pad(odd, (0, 4)), offs),
+        )
+
+    p = problem(SIZES, 136, 72)
+    arguments = (
+        p.x,
+        torch.randn(5, 72, 136, device=DEVICE),
+        p.w[..., :36].contiguous(),
+        p.w[..., :71].contiguous(),
+        p.offs,
+    )
+    monkeypatch.undo()  # the compiler's own allocations stay as they are
+    with config.patch(compile_threads=1):
+        actual = torch.compile(f, fullgraph=True, dynamic=False)(*arguments)
+    for a, b in zip(actual, f(*arguments), strict=True):
+        assert_close(a, b.double(), 1e-2)
+    torch._dynamo.reset()

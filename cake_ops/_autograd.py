@@ -42,25 +42,22 @@ from ._library import LIB, OPS, Op
 
 
 class Call(NamedTuple):
-    """What a gradient formula may know of the forward call besides the tensors.
-
-    ``b_transposed`` says that ``b`` has unit stride on its last-but-one dimension; a weight gradient is
-    then made in that memory order, so that ``AccumulateGrad`` adopts it without a copy.
-    """
+    """What a gradient formula may know of the forward call besides the tensors."""
 
     options: dict[str, Any]
     a_dtype: torch.dtype
     b_dtype: torch.dtype
-    b_transposed: bool
+    b_stride: tuple[int, ...]
+
+    @property
+    def b_transposed(self) -> bool:
+        """Whether ``b`` is stored column-major. A weight gradient is then made in that memory order, so
+        that ``AccumulateGrad`` adopts it without a copy."""
+        return self.b_stride[-2] == 1 and self.b_stride[-1] != 1
 
 
 Gradient = Callable[[Call, Tensor, Tensor, "Tensor | None"], Tensor]
 """``(call, g, other operand, offs) -> gradient``, written with differentiable operators."""
-
-
-def is_transposed(t: Tensor) -> bool:
-    """Whether the last two dimensions of ``t`` are stored column-major."""
-    return t.stride(-2) == 1 and t.stride(-1) != 1
 
 
 def _redispatch(op: Op, keyset: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -100,8 +97,9 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     op = OPS[name]
     launches = op.launch
 
-    def forward(ctx, a, b, offs, options, launch, keyset, pushed):
-        a_needs, b_needs = ctx.needs_input_grad[:2]
+    def forward(ctx, a, b, offs, how):
+        options, launch, keyset, pushed = how
+        a_needs, b_needs, _, _ = ctx.needs_input_grad
         saved = (a if b_needs else None, b if a_needs else None, offs)
         hooks = None if pushed is None else top_hooks(False)
         if hooks is not None:
@@ -109,7 +107,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             packed = [pack(t) for t in saved if t is not None]  # may stop the recomputation here
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.call = Call(options, a.dtype, b.dtype, b_needs and is_transposed(b))
+        ctx.call = options, a.dtype, b.dtype, b.stride() if b_needs else ()
         args = (a, b) if offs is None else (a, b, offs)
         if launch is not None:
             y = launch(*args, **options)
@@ -123,16 +121,17 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
 
     def backward(ctx, g):
         if g is None:
-            return (None,) * 7
+            return (None,) * 4
         a, b, offs = ctx.saved_tensors
-        call = ctx.call
+        call = Call(*ctx.call)
         if not mixed and g.dtype != call.a_dtype:
             g = g.to(call.a_dtype)
         a_needs, b_needs = _wanted(ctx)
         return (
             grad_a(call, g, b, offs) if a_needs else None,
             grad_b(call, g, a, offs) if b_needs else None,
-            *(None,) * 5,
+            None,
+            None,
         )
 
     node = type(  # named after the operator in graphs, profiles and anomaly reports
@@ -145,13 +144,13 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     def with_grad(keyset, launch, a, b, offs, options):
         transformed = peek_interpreter_stack() is not None
         if launch is not None and not transformed and top_hooks(False) is None:
-            return apply(a, b, offs, options, launch, None, None)
+            return apply(a, b, offs, (options, launch, None, None))
         pushed: list[bool] = []
         try:
             if transformed:
                 with enable_single_level_autograd_function():
-                    return apply(a, b, offs, options, launch, keyset, pushed)
-            return apply(a, b, offs, options, launch, keyset, pushed)
+                    return apply(a, b, offs, (options, launch, keyset, pushed))
+            return apply(a, b, offs, (options, launch, keyset, pushed))
         finally:
             if pushed:
                 pop_hooks()

@@ -37,6 +37,7 @@ from torch._C._autograd import (
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import Function, _SingleLevelFunction
 
 from ._library import LIB, OPS, Op
 
@@ -134,12 +135,18 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             None,
         )
 
-    node = type(  # named after the operator in graphs, profiles and anomaly reports
+    # A kernel differentiates at one level of the torch.func transforms and redispatches to the next. The
+    # class is named after the operator in graphs, profiles and anomaly reports.
+    node = type(
         "".join(part.title() for part in name.split("_")),
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+        (_SingleLevelFunction,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward),
+            "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),
+        },
     )
-    apply = super(torch.autograd.Function, node).apply  # the C entry: 2 us less than Function.apply
+    apply = node.apply
 
     def with_grad(keyset, launch, a, b, offs, options):
         transformed = peek_interpreter_stack() is not None

@@ -143,7 +143,8 @@ def check_offs_values(op: str, ends: list[int], rows: int) -> None:
 
 def check_out(op: str, out: Tensor, shape: Sequence[Any], dtypes: Sequence[torch.dtype]) -> None:
     """``out`` has the result's shape, one of ``dtypes``, and strides a kernel can write: row-major
-    matrices (unit stride on the last dimension, no overlap)."""
+    matrices (unit stride on the last dimension) that do not overlap. Their outer dimensions may be
+    stored in any order, as those of a head view ``[T, L, N].permute(1, 0, 2)`` are."""
     require(
         out.dim() == len(shape),
         lambda: f"cake::{op}: out must have shape {list(shape)}, got {shape_of(out)}",
@@ -157,20 +158,24 @@ def check_out(op: str, out: Tensor, shape: Sequence[Any], dtypes: Sequence[torch
         out.dtype in dtypes,
         lambda: f"cake::{op}: out must be {' or '.join(str(d) for d in dtypes)}, got {out.dtype}",
     )
-    last = out.dim() - 1
+    if not all(map(_is_int, (*out.shape, *out.stride()))):
+        return  # a trace with symbolic sizes leaves this rule to the real operator
+    dims = [dim for dim in range(out.dim()) if out.shape[dim] > 1 and 0 not in out.shape]
     span = 1
-    for dim in range(last, -1, -1):
-        size, stride = out.shape[dim], out.stride(dim)
-        if isinstance(size, torch.SymInt) or isinstance(stride, torch.SymInt):
-            return  # a trace with symbolic strides leaves this rule to the real operator
+    for dim in sorted(dims, key=lambda d: (d != out.dim() - 1, out.stride(d))):
+        stride = out.stride(dim)
         require(
-            size <= 1 or (stride == 1 if dim == last else stride >= span),
+            stride == 1 if dim == out.dim() - 1 else stride >= span,
             lambda: (
                 f"cake::{op}: out must be row-major without overlap (unit stride on the last"
                 f" dimension), got strides {tuple(out.stride())} for shape {shape_of(out)}"
             ),
         )
-        span = max(span, size * stride)
+        span = max(span, out.shape[dim] * stride)
+
+
+def _is_int(n: Any) -> bool:
+    return type(n) is int
 
 
 def check_no_overlap(op: str, out: Tensor, **inputs: Tensor) -> None:

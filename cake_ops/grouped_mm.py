@@ -13,6 +13,8 @@ Rules of all functions here:
       zero; NaN or Inf in one group never reaches another.
     * results are bitwise the same from run to run. ``deterministic=False`` allows weight gradients that
       are not, where that is faster; ``torch.use_deterministic_algorithms(True)`` overrules it.
+    * on CUDA a row of y or dx has the same bits whatever rows are beside it, and a weight gradient
+      depends on its group's rows alone. On the CPU this holds for groups of one size.
     * bad arguments raise ``RuntimeError`` and nothing is written. Values of ``offs`` that decrease or
       leave [0, M] raise on the CPU.
     * ``out`` (for calls that need no gradient) receives the result and is returned: the result's shape

@@ -3,6 +3,8 @@
 Rules of all functions here:
     * operands are FP32 or BF16 in any mix, [T, H] tokens and [N, H] expert weights, of any strides;
       logits are FP32, gradients have the dtype asked for (autograd: that of their operand).
+    * accuracy: relative Frobenius error of at most 5e-7 against FP64, also row by row with rows scaled by
+      2**-60 to 2**30; finite results stay finite up to FP32's maximum.
     * T = 0 and N = 0 give empty results, an empty contraction zeros.
     * ``torch.set_float32_matmul_precision``, TF32 and autocast change nothing. Inf and NaN behave as in
       an FP32 product of torch.

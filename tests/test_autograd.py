@@ -14,7 +14,11 @@ import pytest
 import torch
 from families import FAMILIES, OPERATORS, problem
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
 
 import cake_ops
 from cake_ops.testing import count_launches, null_kernels
@@ -233,6 +237,19 @@ def test_save_on_cpu_and_double_backward_under_hooks(name: str) -> None:
     expected = second()
     with save_on_cpu():
         actual = second()
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_tensors_may_change_where_torch_allows_it(name: str) -> None:
+    op = problem(name)
+    leaves = op.operands()
+    expected = torch.autograd.grad(op(*leaves).sum(), leaves)
+    with allow_mutation_on_saved_tensors():
+        a, b = (t.clone() for t in leaves)
+        y = op(a, b)
+        a.zero_(), b.zero_()
+        actual = torch.autograd.grad(y.sum(), leaves)
     assert all(map(torch.equal, actual, expected))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -53,7 +54,7 @@ def test_three_steps_end_to_end(tmp_path, capsys):
         r"held-out loss, nats per byte +5\.545 +\d\.\d{3}\n",
         r"bits per byte +8\.000 +\d\.\d{3}\n",
         r" cake +torch +loop\n",
-        r"training speed, bytes per second( +[\d,]+){3}\n",
+        r"training speed, tokens per second( +[\d,]+){3}\n",
         r"relative to cake +1\.00( +\d+\.\d\d){2}\n",
         r"largest difference to cake's loss +-( +0| +\d\.\de-\d\d){2}\n",
         r"forward grouped GEMMs in a step +6 +8\n",
@@ -302,6 +303,7 @@ def test_help_names_every_option_and_its_default(capsys):
         ("--steps=0", "--steps: expected a number of at least 1, got 0"),
         ("--width=18", "--width 18: must be a multiple of 2 x --heads = 4"),
         ("--top-k=6", "--top-k 6: must not exceed --experts = 5"),
+        ("--out=nowhere/a.png", "--out nowhere/a.png: there is no folder nowhere"),
         (
             "--compare=loop,cake",
             "--compare: expected torch, loop, torch,loop or none, got loop,cake",
@@ -312,6 +314,11 @@ def test_bad_options(option, message, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*SMALL, option])
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_context_longer_than_the_text():
+    with pytest.raises(SystemExit, match=r"--context 1000000: only \d+ bytes are held out"):
+        main([*SMALL, "--context=1000000"])
 
 
 class Terminal(io.StringIO):
@@ -328,21 +335,26 @@ def test_progress(terminal):
     progress = Progress(30, out)
     for step in range(30):
         result.cake.steps.append(train.Step(5.0 - step / 10, 0.5, torch.ones(2, 5)))
+        progress.drawn = 0.0  # as if the last redraw were long ago
         progress(result)
     progress.close()
     text = out.getvalue()
-    assert "step 30/30  loss 2.100  128 bytes/s" in text and text.endswith("\n")
+    assert "step 30/30  loss 2.100  128 tokens/s" in text and text.endswith("\n")
     if terminal:
-        assert text.count("\n") == 1 and "█" in text and "░" not in text.split("\r")[-1]
+        first, *_, last = text.removeprefix("\r").split("\r")
+        assert text.count("\r") == 30 and text.count("\n") == 1
+        assert first.count("░") > 20 and "█" in last and "░" not in last
     else:
-        assert text.count("\n") == 10 and text.isprintable() is False and "\r" not in text
-        assert "step 27/30  loss 2.400  128 bytes/s  2 s left" in text
+        assert text.count("\n") == 10 and "\r" not in text
+        assert "step 27/30  loss 2.400  128 tokens/s  2 s left" in text
 
 
-@pytest.mark.slow
-def test_compiled_whole(tmp_path, capsys):
+def test_compiled_whole(monkeypatch, tmp_path, capsys):
+    """fullgraph and the compiler's removal of the unused GEMM; without inductor, to save a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     options = ["--compile", "--dtype=bf16", "--steps=3", "--sample=0", f"--out={tmp_path}/a.png"]
     assert main([*SMALL, *options]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"forward grouped GEMMs in a step +6 +6\n", printed)
     assert "loop runs eagerly: it reads the counts on the host" in printed
+    assert "torch runs eagerly" not in printed and "cake runs eagerly" not in printed

@@ -13,6 +13,7 @@ import importlib.resources
 import importlib.util
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -325,5 +326,24 @@ def test_h64_second_copy_is_refused_and_the_first_stays_whole(tmp_path: Path) ->
             raise AssertionError("two copies serve one namespace")
         assert works(cake_ops)
     """,
+        str(tmp_path),
+    )
+
+
+def test_source_tree_that_is_not_installed_says_so(tmp_path: Path) -> None:
+    shutil.copytree(Path(cake_ops.__file__).parent, tmp_path / "cake_ops")
+    shutil.rmtree(tmp_path / "cake_ops/meta", ignore_errors=True)  # a plain install has it inside
+    run_python(
+        """
+        import importlib.machinery, sys, torch
+        sys.meta_path[:] = [importlib.machinery.PathFinder]  # without the editable install's finder
+        sys.path.insert(0, sys.argv[1])
+        try:
+            import cake_ops
+        except ImportError as error:
+            assert "pip install -e ." in str(error) and sys.argv[1] in str(error), error
+        else:
+            raise AssertionError("half a package was imported")
+        """,
         str(tmp_path),
     )

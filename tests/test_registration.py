@@ -13,6 +13,8 @@ import torch
 from families import FAMILIES, OPERATORS, problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -170,11 +172,16 @@ def keyset_probe() -> tuple[Callable[[Tensor], Tensor], list[int], torch.library
     return overload, seen, library
 
 
+class Named(Tensor):
+    """A ``__torch_function__`` subclass with torch's default behaviour."""
+
+
 class Pass(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_plain_eager_mode_is_recognised_by_its_keyset() -> None:
     identity, seen, library = keyset_probe()
     x = torch.randn(3, requires_grad=True)
@@ -192,19 +199,31 @@ def test_plain_eager_mode_is_recognised_by_its_keyset() -> None:
 
         return f
 
+    def dual() -> None:
+        with forward_ad.dual_level():
+            identity(forward_ad.make_dual(x.detach(), torch.ones(3)))
+
+    functionalized = torch.func.functionalize(identity)
     try:
         assert keysets(lambda: identity(x)) == [True]
         assert keysets(lambda: identity(torch.nn.Parameter(x.detach()))) == [True]
+        assert keysets(lambda: identity(x.detach().as_subclass(Named))) == [True]
         assert keysets(under(torch.no_grad())) == [True]
         assert keysets(under(torch.autocast("cpu", dtype=torch.bfloat16))) == [True]
+        assert keysets(dual) == [True]
+        # What a transform or a tracer hands on at the bottom is a plain call.
+        assert keysets(lambda: torch.jit.trace(identity, x, check_trace=False)) == [True]
+        assert keysets(lambda: functionalized(x))[-1]
+        assert keysets(lambda: torch.func.grad(lambda t: identity(t).sum())(x)) == [False, True]
+
         assert keysets(under(Pass())) == [False]
         assert keysets(lambda: identity(FakeTensorMode().from_tensor(x))) == [False]
         assert keysets(lambda: identity(x.detach().to("meta"))) == [False]
-        assert keysets(lambda: torch.func.grad(lambda t: identity(t).sum())(x)) == [False, True]
+        assert not any(keysets(lambda: make_fx(identity, pre_dispatch=True)(x)))
+        compiled = torch.compile(identity, backend="aot_eager", fullgraph=True)
+        assert not any(keysets(lambda: compiled(x)))
+
         assert keysets(under(torch.inference_mode())) == []  # the autograd kernel is not entered
-        assert not any(
-            keysets(lambda: torch.compile(identity, backend="aot_eager", fullgraph=True)(x))
-        )
     finally:
         library._destroy()
     assert PLAIN["CPU"] != PLAIN["CUDA"]
@@ -269,7 +288,7 @@ def test_h50_autocast_leaves_the_router_alone(a_dtype: torch.dtype, b_dtype: tor
 
 
 def test_h50_autocast_around_modules_and_their_checkpoint() -> None:
-    experts = cake_ops.nn.GroupedLinear(3, 6, 5, bias=True)
+    experts = cake_ops.nn.GroupedLinear(3, 6, 5)
     gate = cake_ops.nn.RouterLinear(6, 3)
     offs = problem("grouped_mm").offs[0]
     x = torch.randn(10, 6, requires_grad=True)

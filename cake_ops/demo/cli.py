@@ -20,8 +20,8 @@ STOPPED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROMPT = "The "
 
-# option -> (default on the CPU, default on CUDA, help). The CPU sizes train in well under a minute on
-# two cores; the CUDA sizes give every expert enough rows for its GEMM to matter.
+# option -> (default on the CPU, default on CUDA, help). The CPU sizes train in about a minute on two
+# cores; the CUDA sizes give every expert enough rows for its GEMM to matter.
 SIZES: dict[str, tuple[Any, Any, str]] = {
     "steps": (600, 200, "training steps"),
     "batch": (16, 32, "windows of text in a step"),
@@ -125,19 +125,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         key = name.replace("-", "_")
         if getattr(options, key) is None:
             setattr(options, key, defaults[on_cuda])
-    options.compare = [] if options.compare == "none" else options.compare.split(",")
-    if not set(options.compare) <= {"torch", "loop"} or len(set(options.compare)) < len(
-        options.compare
-    ):
-        parser.error(
-            f"--compare: expected torch, loop, torch,loop or none, got {','.join(options.compare)}"
-        )
+    arms = [] if options.compare == "none" else options.compare.split(",")
+    if not set(arms) <= {"torch", "loop"} or len(set(arms)) < len(arms):
+        parser.error(f"--compare: expected torch, loop, torch,loop or none, got {options.compare}")
+    options.compare = arms
     if options.width % (2 * options.heads):
         parser.error(
             f"--width {options.width}: must be a multiple of 2 x --heads = {2 * options.heads}"
         )
     if options.top_k > options.experts:
         parser.error(f"--top-k {options.top_k}: must not exceed --experts = {options.experts}")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     return options
 
 
@@ -168,11 +167,17 @@ def prepare(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
         seed=options.seed,
         compile=options.compile,
     )
+    corpus = read_corpus(config.device)
+    if len(corpus.held_out) <= shape.context:
+        raise SystemExit(
+            f"--context {shape.context}: only {len(corpus.held_out)} bytes are held out"
+        )
     not_run = {a: why_not_run(a, config.dtype, shape) for a in options.compare}
     names = ["cake", *(arm for arm in options.compare if not not_run[arm])]
     arms = [Arm(name, shape, config) for name in names]
-    run = Run(shape, config, read_corpus(config.device), arms)
-    return run, {arm: reason for arm, reason in not_run.items() if reason}
+    return Run(shape, config, corpus, arms), {
+        arm: reason for arm, reason in not_run.items() if reason
+    }
 
 
 def measure(run: Run) -> None:

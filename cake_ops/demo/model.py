@@ -212,9 +212,8 @@ class MoELanguageModel(nn.Module):
         self.embedding = nn.Parameter(torch.randn(256, d))
         self.blocks = nn.ModuleList(Block(config, grouped_mm) for _ in range(config.layers))
         self.norm = RMSNorm(d)
-        self.head = nn.Parameter(
-            torch.zeros(256, d)
-        )  # zero: the first guess is uniform, ln 256 = 5.545 nats
+        # Zero, so that the first guess is uniform and its loss ln 256 = 5.545 nats.
+        self.head = nn.Parameter(torch.zeros(256, d))
         half = d // config.heads // 2
         angle = torch.outer(torch.arange(config.context), 1e4 ** (-torch.arange(half) / half))
         self.register_buffer("cos", angle.cos(), persistent=False)

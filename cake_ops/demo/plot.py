@@ -47,7 +47,7 @@ def draw(run: Run, path: Path) -> None:
             top = left
         _draw_loss(run, top.subplots())
         _draw_load(run, right)
-        figure.savefig(path)
+        figure.savefig(path, format="png")
 
 
 def _draw_loss(run: Run, axes: Any) -> None:
@@ -93,7 +93,9 @@ def _draw_arms(run: Run, axes: Any) -> None:
         {"linestyle": ":", "linewidth": 2},
     )
     for arm, look in zip(run.arms, looks, strict=False):
-        gap = "" if arm is run.cake else f", apart by at most {gap_text(loss_difference(run, arm))}"
+        gap = (
+            "" if arm is run.cake else f", difference at most {gap_text(loss_difference(run, arm))}"
+        )
         axes.plot(
             range(1, steps + 1),
             arm.losses[:steps],
@@ -112,12 +114,12 @@ def _draw_speed(run: Run, axes: Any) -> None:
         seconds = arm.seconds[WARMUP_STEPS:steps]
         if len(seconds) < 2:
             continue
-        bytes_ = run.config.batch * run.model_config.context / 1000
-        low, median, high = (bytes_ / q for q in reversed(quantiles(seconds, n=4)))
+        tokens = run.config.batch * run.model_config.context / 1000
+        low, median, high = (tokens / q for q in reversed(quantiles(seconds, n=4)))
         whisker = [[median - low], [high - median]]
         axes.bar(arm.name, median, color=COLOURS[arm.name], alpha=0.8, width=0.6)
         axes.errorbar(arm.name, median, whisker, color=DARK, capsize=4, linewidth=1)
-    axes.set(title="Speed: median, middle half", ylabel="1000 bytes per second", ylim=(0, None))
+    axes.set(title="Speed: median, middle half", ylabel="1000 tokens per second", ylim=(0, None))
     axes.grid(False, axis="x")
 
 

@@ -36,7 +36,7 @@ def opening(run: Run, not_run: dict[str, str]) -> str:
         ("device", device_name(config.device)),
         ("types", f"{_name(config.dtype)} activations, float32 weights and router"),
         *zip(("kernels", "", ""), kernels(run), strict=True),
-        ("steps", f"{config.steps} of {config.batch} x {shape.context} bytes"),
+        ("steps", f"{config.steps} of {config.batch} x {shape.context} bytes, each byte a token"),
     ]
     if others:
         facts.append(("compared", f"the first {config.compare_steps} steps also with {others}:"))
@@ -101,7 +101,7 @@ class Progress:
         status = (
             f"step {done:>{len(str(self.total))}}/{self.total}"
             f"  loss {run.cake.losses[-1]:.3f}"
-            f"  {tokens_per_second(run, run.cake.seconds[-10:]):,.0f} bytes/s"
+            f"  {tokens_per_second(run, run.cake.seconds[-10:]):,.0f} tokens/s"
             f"  {'comparing' if comparing else self.left(run, now)}"
         )
         if self.live:
@@ -137,8 +137,8 @@ def compared_steps(run: Run) -> int:
 def loss_difference(run: Run, arm: Arm) -> float:
     """The largest difference to cake's loss over the compared steps, in nats per byte."""
     steps = compared_steps(run)
-    pairs = zip(run.cake.losses[:steps], arm.losses[:steps], strict=True)
-    return max(abs(a - b) for a, b in pairs)
+    losses = torch.tensor([run.cake.losses[:steps], arm.losses[:steps]], dtype=torch.float64)
+    return (losses[0] - losses[1]).abs().max().item()  # NaN if there is one
 
 
 def summary(run: Run) -> str:
@@ -178,7 +178,7 @@ def _arm_rows(run: Run) -> list[str]:
         rates = [tokens_per_second(run, arm.seconds[WARMUP_STEPS:steps]) for arm in run.arms]
     rows = [
         _row("", [arm.name for arm in run.arms]),
-        _row("training speed, bytes per second", [_figure(rate, ",.0f") for rate in rates]),
+        _row("training speed, tokens per second", [_figure(rate, ",.0f") for rate in rates]),
     ]
     if len(run.arms) == 1:
         return [*rows, f"    median of {timed} whole steps"]

@@ -54,9 +54,8 @@ class Arm:
         self.name = name
         self.device = config.device
         torch.manual_seed(config.seed)
-        self.model = MoELanguageModel(model_config, GROUPED_MM[name], config.dtype).to(
-            config.device
-        )
+        model = MoELanguageModel(model_config, GROUPED_MM[name], config.dtype)
+        self.model = model.to(config.device)
         self.why_eager = why_not_compiled(name, config.dtype) if config.compile else "no --compile"
         self.forward = self.model if self.why_eager else torch.compile(self.model, fullgraph=True)
         self.optimizer = torch.optim.AdamW(
@@ -98,16 +97,14 @@ class Arm:
 
 @dataclass
 class Run:
-    """Everything the report needs; filled as far as the run got."""
+    """Everything the report needs, filled as far as training got."""
 
     model_config: ModelConfig
     config: TrainConfig
     corpus: Corpus
     arms: list[Arm]  # cake first
     held_out: dict[int, float] = field(default_factory=dict)  # step -> nats per byte
-    forward_launches: dict[bool, int] = field(
-        default_factory=dict
-    )  # early stop -> launches in a step
+    forward_launches: dict[bool, int] = field(default_factory=dict)  # early stop -> launches
 
     @property
     def cake(self) -> Arm:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import (
     _after_autograd_keyset,
     _AutoDispatchBelowAutograd,
@@ -57,8 +57,8 @@ class Call(NamedTuple):
         return self.b_stride[-2] == 1 and self.b_stride[-1] != 1
 
 
-Gradient = Callable[[Call, Tensor, Tensor, "Tensor | None"], Tensor]
-"""``(call, g, other operand, offs) -> gradient``, written with differentiable operators."""
+Gradient = Callable[..., Tensor]
+"""``(call, g, other operand, *offs) -> gradient``, written with differentiable operators."""
 
 
 def _redispatch(op: Op, keyset: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -75,7 +75,7 @@ def _redispatch_from_forward(*call: Any) -> Any:
 
 def _wanted(ctx: Any) -> tuple[bool, bool]:
     """Which of the two gradients this backward pass asks for; ``autograd.grad`` may ask for one alone."""
-    a_needs, b_needs = ctx.needs_input_grad[:2]
+    _, a_needs, b_needs, *_ = ctx.needs_input_grad
     if not (a_needs and b_needs) or torch.compiler.is_dynamo_compiling():
         return a_needs, b_needs
     a_node, b_node = (node for node, _ in ctx.next_functions[:2])
@@ -98,22 +98,21 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     op = OPS[name]
     launches = op.launch
 
-    def forward(ctx, a, b, offs, how):
+    def forward(ctx, how, a, b, *offs):
         options, launch, keyset, pushed = how
-        a_needs, b_needs, _, _ = ctx.needs_input_grad
-        saved = (a if b_needs else None, b if a_needs else None, offs)
+        needs = ctx.needs_input_grad
+        saved = (a if needs[2] else None, b if needs[1] else None, *offs)
         hooks = None if pushed is None else top_hooks(False)
         if hooks is not None:
             pack, unpack = hooks
             packed = [pack(t) for t in saved if t is not None]  # may stop the recomputation here
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.call = options, a.dtype, b.dtype, b.stride() if b_needs else ()
-        args = (a, b) if offs is None else (a, b, offs)
+        ctx.call = options, a.dtype, b.dtype, b.stride() if needs[2] else ()
         if launch is not None:
-            y = launch(*args, **options)
+            y = launch(a, b, *offs, **options)
         else:
-            y = _redispatch_from_forward(op, keyset, args, options)
+            y = _redispatch_from_forward(op, keyset, (a, b, *offs), options)
         if hooks is not None:
             packed.reverse()
             push_hooks(lambda _: packed.pop(), unpack)
@@ -122,17 +121,17 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
 
     def backward(ctx, g):
         if g is None:
-            return (None,) * 4
-        a, b, offs = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        a, b, *offs = ctx.saved_tensors
         call = Call(*ctx.call)
         if not mixed and g.dtype != call.a_dtype:
             g = g.to(call.a_dtype)
         a_needs, b_needs = _wanted(ctx)
         return (
-            grad_a(call, g, b, offs) if a_needs else None,
-            grad_b(call, g, a, offs) if b_needs else None,
             None,
-            None,
+            grad_a(call, g, b, *offs) if a_needs else None,
+            grad_b(call, g, a, *offs) if b_needs else None,
+            *(None for _ in offs),
         )
 
     # A kernel differentiates at one level of the torch.func transforms and redispatches to the next. The
@@ -148,30 +147,29 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     )
     apply = node.apply
 
-    def with_grad(keyset, launch, a, b, offs, options):
+    def with_grad(keyset, launch, tensors, options):
         transformed = peek_interpreter_stack() is not None
         if launch is not None and not transformed and top_hooks(False) is None:
-            return apply(a, b, offs, (options, launch, None, None))
+            return apply((options, launch, None, None), *tensors)
         pushed: list[bool] = []
         try:
             if transformed:
                 with enable_single_level_autograd_function():
-                    return apply(a, b, offs, (options, launch, keyset, pushed))
-            return apply(a, b, offs, (options, launch, keyset, pushed))
+                    return apply((options, launch, keyset, pushed), *tensors)
+            return apply((options, launch, keyset, pushed), *tensors)
         finally:
             if pushed:
                 pop_hooks()
 
-    def kernel(keyset, a, b, offs=None, **options):
+    def kernel(keyset, *tensors, **options):
         launch = launches.get(keyset.raw_repr())
         if forward_ad._current_level >= 0:
-            _refuse_tangents(name, a, b)
-        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            return with_grad(keyset, launch, a, b, offs, options)
-        args = (a, b) if offs is None else (a, b, offs)
+            _refuse_tangents(name, *tensors)
+        if is_grad_enabled() and (tensors[0].requires_grad or tensors[1].requires_grad):
+            return with_grad(keyset, launch, tensors, options)
         if launch is not None:
-            return launch(*args, **options)
-        return _redispatch(op, keyset, args, options)
+            return launch(*tensors, **options)
+        return _redispatch(op, keyset, tensors, options)
 
     LIB.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -188,7 +186,7 @@ def not_differentiable(name: str, advice: str) -> None:
 
     def kernel(keyset, *args, **kwargs):
         launch = launches.get(keyset.raw_repr())
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             for i, t in enumerate((*args, *kwargs.values())):
                 if isinstance(t, Tensor) and t.requires_grad:
                     arg = (*names[: len(args)], *kwargs)[i]

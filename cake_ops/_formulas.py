@@ -22,43 +22,41 @@ class _Product:
         self.accepts = {argument.name for argument in self.overload._schema.arguments}
         self.mixed = name.startswith("router")  # operands and result may differ in dtype
 
-    def __call__(
-        self, call: Call, a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def __call__(self, call: Call, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         options = {}
         if "deterministic" in self.accepts and "deterministic" in call.options:
             options["deterministic"] = call.options["deterministic"]
         if self.mixed and "out_dtype" in self.accepts:
             options["out_dtype"] = dtype
-        result = self.overload(*((a, b) if offs is None else (a, b, offs)), **options)
+        result = self.overload(*tensors, **options)
         return result if result.dtype == dtype else result.to(dtype)
 
 
 def _differentiate_family(fwd_name: str) -> None:
     fwd, dgrad, wgrad = (_Product(fwd_name + suffix) for suffix in ("", "_dgrad", "_wgrad"))
 
-    def weight_grad(call: Call, g: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
+    def weight_grad(call: Call, g: Tensor, x: Tensor, *offs: Tensor) -> Tensor:
         """g^T x in the memory order of the weight."""
         if call.b_transposed:
-            return wgrad(call, x, g, offs, call.b_dtype).transpose(-2, -1)
-        return wgrad(call, g, x, offs, call.b_dtype)
+            return wgrad(call, call.b_dtype, x, g, *offs).transpose(-2, -1)
+        return wgrad(call, call.b_dtype, g, x, *offs)
 
     differentiable(  # y = x w^T
         fwd_name,
-        lambda call, g, w, offs: dgrad(call, g, w, offs, call.a_dtype),
+        lambda call, g, w, *offs: dgrad(call, call.a_dtype, g, w, *offs),
         weight_grad,
         mixed=fwd.mixed,
     )
     differentiable(  # dx = g w; ``ddx`` is the gradient of dx
         f"{fwd_name}_dgrad",
-        lambda call, ddx, w, offs: fwd(call, ddx, w, offs, call.a_dtype),
-        lambda call, ddx, g, offs: weight_grad(call, g, ddx, offs),
+        lambda call, ddx, w, *offs: fwd(call, call.a_dtype, ddx, w, *offs),
+        lambda call, ddx, g, *offs: weight_grad(call, g, ddx, *offs),
         mixed=fwd.mixed,
     )
     differentiable(  # dw = g^T x; ``ddw`` is the gradient of dw
         f"{fwd_name}_wgrad",
-        lambda call, ddw, x, offs: fwd(call, x, ddw, offs, call.a_dtype),
-        lambda call, ddw, g, offs: dgrad(call, g, ddw, offs, call.b_dtype),
+        lambda call, ddw, x, *offs: fwd(call, call.a_dtype, x, ddw, *offs),
+        lambda call, ddw, g, *offs: dgrad(call, call.b_dtype, g, ddw, *offs),
         mixed=fwd.mixed,
     )
 

@@ -203,7 +203,8 @@ class Driver:
 
     def __init__(self) -> None:
         bindings = pytest.importorskip("cuda.bindings.driver")
-        self.CUlaunchConfig, self.CUstream = bindings.CUlaunchConfig, bindings.CUstream
+        for name in ("CUlaunchConfig", "CUstream", "CUlaunchAttribute", "CUlaunchAttributeID"):
+            setattr(self, name, getattr(bindings, name))
         self.launches: list[SimpleNamespace] = []
         self.widths: list[type[ctypes._SimpleCData]] = []
         self.statuses: list[SimpleNamespace] = []
@@ -260,11 +261,11 @@ MAPS = (rows_map(64, 64, 64), rows_map(64, 64, 64), rows_map(64, 72, 72))
 PARAMETERS = (POINTER, (I64, 1 << 40), POINTER, (I32, 1 << 30), (I32, -3))
 
 
-def plan(driver: Driver, **options: Any) -> Plan:
+def plan(driver: Driver) -> Plan:
     pointers = [ctypes.c_uint64] * 3
     driver.widths = [*pointers, ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint64]
     driver.widths += [ctypes.c_int32] * 2
-    return Plan("name", 0, 12, THREADS, 1000, MAPS, PARAMETERS, **options)
+    return Plan("name", 0, 12, THREADS, 1000, MAPS, PARAMETERS)
 
 
 def at(*addresses: int) -> list[Any]:

@@ -297,7 +297,7 @@ def test_fake_and_meta_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_jit_trace(name: str) -> None:
     op = problem(name)
     a, b = op.operands()

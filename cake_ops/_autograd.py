@@ -54,7 +54,8 @@ class Call(NamedTuple):
     def b_transposed(self) -> bool:
         """Whether ``b`` is stored column-major. A weight gradient is then made in that memory order, so
         that ``AccumulateGrad`` adopts it without a copy."""
-        return self.b_stride[-2] == 1 and self.b_stride[-1] != 1
+        row, column = (type(stride) is int and stride == 1 for stride in self.b_stride[-2:])
+        return row and not column  # a symbolic stride is not 1, and is not asked
 
 
 Gradient = Callable[..., Tensor]
@@ -71,6 +72,14 @@ def _redispatch_from_forward(*call: Any) -> Any:
     the outer levels of ``torch.func`` transforms, finds them as it does under a built-in operator."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return _redispatch(*call)
+
+
+def _pack(pack: Callable[[Tensor], Any], t: Tensor) -> Any:
+    version = t._version
+    packed = pack(t)
+    if t._version != version:  # autograd checks the hooks that it calls itself
+        raise RuntimeError("a saved-tensor pack hook must not change its input in place")
+    return packed
 
 
 def _wanted(ctx: Any) -> tuple[bool, bool]:
@@ -105,7 +114,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         hooks = None if pushed is None else top_hooks(False)
         if hooks is not None:
             pack, unpack = hooks
-            packed = [pack(t) for t in saved if t is not None]  # may stop the recomputation here
+            packed = [_pack(pack, t) for t in saved if t is not None]  # may stop a recomputation
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         ctx.call = options, a.dtype, b.dtype, b.stride() if needs[2] else ()

@@ -31,6 +31,13 @@ def shape_of(t: Tensor) -> str:
     return "[" + ", ".join(str(n) for n in t.shape) + "]"
 
 
+def transpose_hint(stored: str, size: Any, wanted: Any) -> str:
+    """What to add to a message about the weight ``w`` if its other dimension has the size wanted."""
+    if type(size) is type(wanted) is int and size == wanted:  # symbolic sizes are not asked
+        return f"; a weight stored as {stored} is passed as w.transpose(-2, -1)"
+    return ""
+
+
 def check_tensor(op: str, arg: str, t: Tensor, letters: str, device: torch.device) -> None:
     """``t`` has as many dimensions as ``letters`` (such as "E N K") and lies on ``device``."""
     dims = letters.split()

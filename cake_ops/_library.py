@@ -54,7 +54,7 @@ batched_mm_wgrad_out(Tensor g, Tensor x, *, bool deterministic=True, Tensor(a!) 
 """
 
 # The keyset an Autograd kernel sees in plain eager mode: nothing but the backend and its autograd key.
-# Every mode, tracer, tensor subclass and transform adds a key (section 6 of the registration notes).
+# Every mode, tracer, tensor subclass and transform adds a key.
 PLAIN = {
     device: (
         DispatchKeySet(getattr(DispatchKey, device))
@@ -73,7 +73,8 @@ class Op:
         launch: the function of each device, keyed by the plain keyset of :data:`PLAIN`, so that one
             dictionary lookup both recognises plain eager mode and finds what to run.
         explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call.
-        prepare: for each device, ``(out, *tensors) -> launch`` of a checked call that writes ``out``.
+        prepare: for each device, ``(out, *tensors) -> (launch, Explanation)`` of a checked call that
+            writes ``out``.
         mutates: whether the operator writes into its argument ``out``.
     """
 

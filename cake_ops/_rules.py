@@ -7,6 +7,7 @@ A kernel of our own does this rather than ``torch.library.register_autocast``, w
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -49,14 +50,20 @@ def _register_flops(op: Op) -> None:
 
 
 def _register_vmap(op: Op) -> None:
-    """One call for each slice, stacked: the sizes of a batch of ragged problems have nothing in common."""
+    """One call for each slice, stacked: the sizes of a batch of ragged problems have nothing in common.
+
+    An empty batch takes the shape of its result from a call on zeros, which is its sum.
+    """
 
     def rule(info, in_dims, *args, **kwargs):
-        slices = (
-            (t if d is None else t.select(d, i) for t, d in zip(args, in_dims, strict=True))
-            for i in range(info.batch_size)
-        )
-        return torch.stack([op.overload(*s, **kwargs) for s in slices]), 0
+        def at(i: int, t: Tensor, dim: int | None) -> Tensor:
+            if dim is None:
+                return t
+            return t.select(dim, i) if info.batch_size else t.sum(dim, dtype=t.dtype)
+
+        slices = (map(partial(at, i), args, in_dims) for i in range(max(info.batch_size, 1)))
+        result = torch.stack([op.overload(*s, **kwargs) for s in slices])
+        return (result if info.batch_size else result[:0]), 0
 
     torch.library.register_vmap(f"{NAMESPACE}::{op.name}", rule, lib=LIB)
 

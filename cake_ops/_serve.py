@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch._C import _AutoDispatchBelowADInplaceOrView
+from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
 from ._explanation import Explanation
 from ._library import OPS
@@ -27,9 +27,9 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
     problem = PROBLEMS[name]
 
     def compute(*call) -> None:
-        with (
-            _AutoDispatchBelowADInplaceOrView()
-        ):  # a result is new to autograd: its version stays 0
+        # A result is new to autograd: its version stays 0. Autocast has had its say above: a writing form
+        # or a prepared launch may run inside it, and its own products must not be cast.
+        with _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
             function(*call)
 
     def launch(*tensors: Tensor, out_dtype=None, deterministic=True) -> Tensor:
@@ -52,8 +52,8 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
         problem.result(*tensors, out_dtype=out_dtype)
         return Explanation("torch", how)
 
-    def prepare(out: Tensor, *tensors: Tensor) -> Callable[[], None]:
-        return lambda: compute(name, out, False, *tensors)
+    def prepare(out: Tensor, *tensors: Tensor) -> tuple[Callable[[], None], Explanation]:
+        return (lambda: compute(name, out, False, *tensors)), Explanation("torch", how)
 
     OPS[name].explain[device], OPS[name].prepare[device] = explain, prepare
     for suffix, form in (("", launch), ("_out", launch_out), ("_", launch_accumulate)):

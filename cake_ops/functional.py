@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks import require, transpose_hint
 from ._library import OPS
 
 __all__ = ["grouped_mm"]
@@ -88,15 +89,8 @@ def grouped_mm(
 def _check_contraction(mat_a: Tensor, mat_b: Tensor) -> None:
     k, b_k = mat_a.shape[-1], mat_b.shape[-2]
     form_a, form_b = _FORMS[mat_a.dim(), mat_b.dim()]
-    hint = ""
-    if (
-        mat_b.dim() == 3
-        and type(k) is int
-        and type(mat_b.shape[-1]) is int
-        and mat_b.shape[-1] == k
-    ):
-        hint = "; a weight stored as [E, N, K] is passed as w.transpose(-2, -1)"
-    torch._check(
+    hint = transpose_hint("[E, N, K]", mat_b.shape[-1], k) if mat_b.dim() == 3 else ""
+    require(
         k == b_k,
         lambda: (
             f"cake_ops.functional.grouped_mm: mat_b must have {form_a[-2]} = mat_a.shape[-1] = {k} in"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import check_out_dtype
 from ._explanation import Explanation
 from ._library import OPS
 from ._problem import PROBLEMS
@@ -22,10 +23,14 @@ def _problem_name(op: str | Callable[..., Any]) -> str:
     return name
 
 
-def _device_key(t: Tensor) -> str:
-    key = t.device.type.upper()
+def _device_key(tensors: tuple[Tensor, ...]) -> str:
+    devices = {str(t.device) for t in tensors}
+    key = tensors[0].device.type.upper() if tensors else "none"
     if key not in ("CPU", "CUDA"):
-        raise RuntimeError(f"cake_ops: tensors must be on a CPU or CUDA device, got {t.device}")
+        raise RuntimeError(
+            "cake_ops: the operator's tensors (positional) must be on a CPU or CUDA device, got"
+            f" {', '.join(sorted(devices)) or 'no tensors'}"
+        )
     return key
 
 
@@ -41,7 +46,7 @@ def explain(op: str | Callable[..., Any], *tensors: Tensor, **options: Any) -> E
         An :class:`Explanation`; ``print`` shows it in a line. Arguments that the operator refuses raise
         the operator's error.
     """
-    return OPS[_problem_name(op)].explain[_device_key(tensors[0])](*tensors, **options)
+    return OPS[_problem_name(op)].explain[_device_key(tensors)](*tensors, **options)
 
 
 class Prepared:
@@ -70,29 +75,40 @@ class Prepared:
 
 
 def prepare(
-    op: str | Callable[..., Any], *tensors: Tensor, out: Tensor | None = None, **options: Any
+    op: str | Callable[..., Any],
+    *tensors: Tensor,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = True,
+    out: Tensor | None = None,
 ) -> Prepared:
     """Checks and plans a call once, to be launched many times on the same tensors with new values.
 
     Args:
         op: an operator's name or public function.
         tensors: its arguments. Their storage must stay where it is.
+        out_dtype, deterministic: the operator's options.
         out: where results go; by default a new tensor.
-        options: the operator's keyword arguments.
 
     Raises:
         RuntimeError: the operator refuses the arguments, or no kernel can run on them as they lie on
             CUDA (the message says why; make them contiguous).
     """
-    name, device = _problem_name(op), _device_key(tensors[0])
-    explanation = explain(name, *tensors, **options)
+    name, device = _problem_name(op), _device_key(tensors)
     problem = PROBLEMS[name]
+    for t in (*tensors, *((out,) if out is not None else ())):
+        if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg():
+            raise RuntimeError(
+                f"cake::{name}: a launch is prepared on the memory of plain tensors, got a"
+                f" {type(t).__name__} with is_neg() {t.is_neg()}; use to_local() or resolve_neg()"
+            )
     if out is None:
-        out = problem.allocate(*tensors, out_dtype=options.get("out_dtype"))
-    problem.check_out(f"{name}_out", out, *tensors)
-    problem.check_no_overlap(f"{name}_out", out, *tensors)
+        out = problem.allocate(*tensors, out_dtype=out_dtype)
+    else:
+        check_out_dtype(f"{name}_out", out, out_dtype)
+        problem.check_out(f"{name}_out", out, *tensors)
+        problem.check_no_overlap(f"{name}_out", out, *tensors)
     held = tuple(t.detach() for t in (out, *tensors))
-    return Prepared(OPS[name].prepare[device](*held), explanation, held)
+    return Prepared(*OPS[name].prepare[device](*held), held)
 
 
 def warmup(device: torch.device | int | None = None) -> None:

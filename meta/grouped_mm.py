@@ -16,6 +16,7 @@ from .._checks import (
     check_tensor,
     require,
     shape_of,
+    transpose_hint,
 )
 from .._problem import Problem, Shape, operand_dtype, operand_dtype_or_float32
 
@@ -26,14 +27,11 @@ def grouped_mm(op: str, x: Tensor, w: Tensor, offs: Tensor) -> Shape:
     check_tensor(op, "w", w, "E N K", x.device)
     check_float(op, "x", x)
     check_same_dtype(op, "x", x, "w", w)
-    hint = ""
-    if type(w.shape[1]) is int and w.shape[1] == x.shape[1]:
-        hint = "; a weight stored as [E, K, N] is passed as w.transpose(-2, -1)"
     require(
         w.shape[2] == x.shape[1],
         lambda: (
             f"cake::{op}: w must have shape [E, N, K] with K = x.shape[1] = {x.shape[1]},"
-            f" got {shape_of(w)}{hint}"
+            f" got {shape_of(w)}{transpose_hint('[E, K, N]', w.shape[1], x.shape[1])}"
         ),
     )
     check_offs(op, offs, w.shape[0], x.device)

@@ -20,7 +20,7 @@ from emulator import assert_encodable
 from cake_ops.bench.shapes import large_cases, small_cases
 from cake_ops.cuda import launch, tensor_map
 from cake_ops.cuda.config import (
-    MAX_ROWS,
+    MAX_SIZE,
     SMEM_LIMIT,
     THREADS,
     GroupedConfig,
@@ -57,7 +57,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: conf
 @each_config
 def test_every_policy_is_valid_and_fits(config: GroupedConfig) -> None:
     assert config.smem_bytes <= SMEM_LIMIT
-    for M, N, K, E in ((1, 8, 8, 1), (0, 8, 8, 1), (4099, 72, 1000, 3000), (MAX_ROWS, 8, 8, 64)):
+    for M, N, K, E in ((1, 8, 8, 1), (0, 8, 8, 1), (4099, 72, 1000, 3000), (MAX_SIZE, 8, 8, 64)):
         assert is_valid(config, M, N, K, E)
 
 
@@ -69,11 +69,14 @@ def test_what_no_kernel_computes_is_invalid(config: GroupedConfig) -> None:
         (64, 0, 64, 4),
         (64, 64, 0, 4),
         (64, 64, 64, 0),
-        (MAX_ROWS + 1, 64, 64, 4),
-        (MAX_ROWS, 1 << 20, 1 << 20, 1 << 20),
+        (MAX_SIZE + 1, 64, 64, 4),
+        (64, 1 << 31, 64, 4),
+        (64, 64, 1 << 31, 4),
+        (64, 64, 64, 1 << 31),
+        (MAX_SIZE, 1 << 20, 1 << 20, 1 << 20),
     ):
         assert not is_valid(config, M, N, K, E)
-        with pytest.raises(ValueError, match=f"M={M}, N={N}, K={K}, E={E}"):
+        with pytest.raises(RuntimeError, match=f"M = {M}, N = {N}, K = {K}, E = {E} "):
             select_config(config.layout, M, N, K, E, SMS, config.output)
 
 
@@ -139,7 +142,7 @@ def test_h24_sizes_beyond_32_bits() -> None:
     assert output_map(tn, N, K, E, K, N * K).strides == (4 * K, 4 * N * K)
     assert 2 * N * K == 1 << 30
     huge = policies("nt")[-1]
-    assert not is_valid(huge, MAX_ROWS, 1 << 16, 64, 1), "2^33 tiles do not fit into 32 bits"
+    assert not is_valid(huge, MAX_SIZE, 1 << 16, 64, 1), "2^33 tiles do not fit into 32 bits"
 
 
 # Tensor maps
@@ -147,7 +150,7 @@ def test_h24_sizes_beyond_32_bits() -> None:
 
 @each_config
 @pytest.mark.parametrize(
-    "M, N, K, E", [(1, 8, 8, 1), (300, 72, 1000, 5), (524544, 4096, 4096, 64), (MAX_ROWS, 8, 8, 1)]
+    "M, N, K, E", [(1, 8, 8, 1), (300, 72, 1000, 5), (524544, 4096, 4096, 64), (MAX_SIZE, 8, 8, 1)]
 )
 @pytest.mark.parametrize("padding", [0, 8, 64])
 def test_tensor_maps_keep_the_rules_of_the_driver(
@@ -183,7 +186,7 @@ def test_geometry_of_the_maps() -> None:
 @pytest.mark.parametrize("columns, ld", [(72, 72), (1000, 4096), (8, 8), (4096, 1 << 20)])
 def test_ragged_map_finds_the_rows_of_a_group_and_no_others(columns: int, ld: int) -> None:
     geometry = ragged_map(columns, ld)
-    for length, end in ((1, 1), (700, 1001), (0, 5), (64, 524544), (MAX_ROWS, MAX_ROWS)):
+    for length, end in ((1, 1), (700, 1001), (0, 5), (64, 524544), (MAX_SIZE, MAX_SIZE)):
         for k in {0, 1, 63, length - 1, length, length + 62} - {-1}:
             at = (columns - 1, (1 << 30) - length + k, end, 1 << 30)
             assert all(0 <= c < 2**31 for c in at)

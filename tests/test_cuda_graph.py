@@ -179,6 +179,33 @@ def test_h32_replays_have_the_same_bits() -> None:
     check_step(p, results)
 
 
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graph"])
+def test_launches_that_feed_each_other_wait_for_each_other(graphed: bool) -> None:
+    """A kernel may start before the one ahead of it ends (PDL), but neither reads nor writes so early."""
+    p = problem([64] * 8, 1024, 1024)
+    p.w.div_(32)
+    there = cake_ops.prepare("grouped_mm", p.x, p.w, p.offs, out=p.g)
+    back = cake_ops.prepare("grouped_mm", p.g, p.w, p.offs, out=p.x)
+    start = p.x.clone()
+    for _ in range(20):
+        for launch in (there.launch, back.launch):
+            launch()
+            wait()
+    expected = p.x.clone()
+    assert expected.isfinite().all() and expected.std() > 0.1
+
+    def chain() -> None:
+        for _ in range(20):
+            there.launch()
+            back.launch()
+
+    run = capture(chain)[0].replay if graphed else chain
+    for _ in range(20):
+        p.x.copy_(start)
+        run()
+        assert same_bits(p.x, expected)
+
+
 # First use of the package in a process
 
 
@@ -234,9 +261,9 @@ PROCESSES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All processes at once: most of their time is the import of torch."""
+    """All at once, and before the tests above: most of their time is the import of torch."""
     running = {name: start(function) for name, function in PROCESSES.items()}
     yield running
     for process in running.values():

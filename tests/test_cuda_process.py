@@ -30,88 +30,6 @@ pytestmark = pytest.mark.gpu
 SIZES = [97, 0, 64, 1, 138]
 
 
-def _backward_alone(prepare: Callable[[], object]) -> None:
-    class PlainForward(torch.autograd.Function):
-        """The forward is torch's; the backward is the first place that calls the package."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w, offs)
-            return reference.grouped_mm(x, w, offs).to(BF16)
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-            assert threading.current_thread() is not threading.main_thread()
-            x, w, offs = ctx.saved_tensors
-            dx = cake_ops.grouped_mm_dgrad(g, w, offs)
-            return dx, cake_ops.grouped_mm_wgrad(g, x, offs), None
-
-    p = problem(SIZES, 136, 72)
-    prepare()
-    x, w = p.x.requires_grad_(), p.w.requires_grad_()
-    y = PlainForward.apply(x, w, p.offs)
-    y.backward(p.g)
-    check(x.grad, p._replace(x=x.detach(), w=w.detach()).expected("grouped_mm_dgrad"))
-    check(w.grad, p._replace(x=x.detach(), w=w.detach()).expected("grouped_mm_wgrad"))
-
-
-def process_backward_is_the_first_call() -> None:
-    _backward_alone(lambda: None)
-
-
-def process_backward_after_a_warmup() -> None:
-    """The kernels are loaded, so nothing gives the new thread a context but the launch itself."""
-    _backward_alone(cake_ops.warmup)
-    p = problem(SIZES, 72, 136)
-    prepared = cake_ops.prepare("grouped_mm", *p.tensors("grouped_mm"))
-    prepared.launch()  # now the thread below finds its tensor maps too
-    prepared.out.fill_(NAN)
-    wait()
-    for call in (prepared.launch, lambda: p.run("grouped_mm")):
-        with ThreadPoolExecutor(1) as pool:
-            y = pool.submit(call).result()
-        check(y, p.expected("grouped_mm"))
-
-
-def process_fork() -> None:
-    assert not torch.cuda.is_initialized()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            check_all(problem(SIZES, 136, 72))
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, f"the child ended with status {status}"
-    check_all(problem(SIZES, 136, 72))
-
-
-PROCESSES = {
-    "h59-backward-first": process_backward_is_the_first_call,
-    "h59-backward-after-warmup": process_backward_after_a_warmup,
-    "h60-fork": process_fork,
-}
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All processes at once: most of their time is the import of torch."""
-    running = {name: start(function) for name, function in PROCESSES.items()}
-    yield running
-    for process in running.values():
-        process.kill()
-
-
-@pytest.mark.parametrize("name", PROCESSES)
-def test_h59_h60_first_use(processes: dict[str, subprocess.Popen[str]], name: str) -> None:
-    finish(processes[name])
-
-
-# Devices
-
-
 @pytest.mark.parametrize("current, used", [(0, 1), (1, 0)])
 def test_h58_operands_decide_the_device(current: int, used: int) -> None:
     if torch.cuda.device_count() < 2:
@@ -181,3 +99,85 @@ def test_h61_a_hopper_gpu_is_served_by_kernels(
         y = p.run("grouped_mm")
     check(y, p.expected("grouped_mm"))
     assert cake_ops.explain("grouped_mm", *p.tensors("grouped_mm")).path == "kernel"
+
+
+# Processes
+
+
+def _backward_alone(prepare: Callable[[], object]) -> None:
+    class PlainForward(torch.autograd.Function):
+        """The forward is torch's; the backward is the first place that calls the package."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w, offs)
+            return reference.grouped_mm(x, w, offs).to(BF16)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+            assert threading.current_thread() is not threading.main_thread()
+            x, w, offs = ctx.saved_tensors
+            dx = cake_ops.grouped_mm_dgrad(g, w, offs)
+            return dx, cake_ops.grouped_mm_wgrad(g, x, offs), None
+
+    p = problem(SIZES, 136, 72)
+    prepare()
+    x, w = p.x.requires_grad_(), p.w.requires_grad_()
+    y = PlainForward.apply(x, w, p.offs)
+    y.backward(p.g)
+    check(x.grad, p._replace(x=x.detach(), w=w.detach()).expected("grouped_mm_dgrad"))
+    check(w.grad, p._replace(x=x.detach(), w=w.detach()).expected("grouped_mm_wgrad"))
+
+
+def process_backward_is_the_first_call() -> None:
+    _backward_alone(lambda: None)
+
+
+def process_backward_after_a_warmup() -> None:
+    """The kernels are loaded, so nothing gives the new thread a context but the launch itself."""
+    _backward_alone(cake_ops.warmup)
+    p = problem(SIZES, 72, 136)
+    prepared = cake_ops.prepare("grouped_mm", *p.tensors("grouped_mm"))
+    prepared.launch()  # now the thread below finds its tensor maps too
+    prepared.out.fill_(NAN)
+    wait()
+    for call in (prepared.launch, lambda: p.run("grouped_mm")):
+        with ThreadPoolExecutor(1) as pool:
+            y = pool.submit(call).result()
+        check(y, p.expected("grouped_mm"))
+
+
+def process_fork() -> None:
+    assert not torch.cuda.is_initialized()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            check_all(problem(SIZES, 136, 72))
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with status {status}"
+    check_all(problem(SIZES, 136, 72))
+
+
+PROCESSES = {
+    "h59-backward-first": process_backward_is_the_first_call,
+    "h59-backward-after-warmup": process_backward_after_a_warmup,
+    "h60-fork": process_fork,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All at once, and before the tests above: most of their time is the import of torch."""
+    running = {name: start(function) for name, function in PROCESSES.items()}
+    yield running
+    for process in running.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_h59_h60_first_use(processes: dict[str, subprocess.Popen[str]], name: str) -> None:
+    finish(processes[name])

@@ -145,6 +145,14 @@ def test_h12_what_a_tensor_map_cannot_address_is_copied(
     assert len(emulated) == 1
 
 
+def test_h12_experts_that_start_between_16_byte_units_are_copied() -> None:
+    x, w, _, offs = make([7, 0, 64, 1], n=72, k=40)
+    apart = torch.empty(4 * (72 * 40 + 4), dtype=BF16).as_strided(w.shape, (72 * 40 + 4, 40, 1))
+    apart.copy_(w)
+    assert cake_ops.explain("grouped_mm", x, apart, offs).path == "kernel after a copy"
+    assert_close(cake_ops.grouped_mm(x, apart, offs), reference.grouped_mm(x, w, offs))
+
+
 @pytest.mark.parametrize("n, k", [(72, 39), (71, 40), (1, 1), (7, 257), (100, 12)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_h13_odd_sizes_are_padded(emulated: list[str], name: str, n: int, k: int) -> None:
@@ -262,6 +270,18 @@ def test_prepare_refuses_what_needs_a_copy(name: str, operand: str) -> None:
 
 
 # Caches
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_h18_a_known_geometry_does_not_admit_another_dtype(name: str) -> None:
+    a, b, offs = select(name, *make([7, 0, 64, 1], n=72, k=40))
+    getattr(cake_ops, name)(a, b, offs)
+    with pytest.raises(RuntimeError, match="offs must be int32"):
+        getattr(cake_ops, name)(a, b, offs.long())
+    with pytest.raises(RuntimeError, match="must have one dtype"):
+        getattr(cake_ops, name)(a, b.half(), offs)
+    with pytest.raises(RuntimeError, match="must have one dtype"):
+        getattr(cake_ops, name)(a.half(), b, offs)
 
 
 def test_h51_memory_that_is_reused_with_another_geometry() -> None:

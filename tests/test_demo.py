@@ -241,7 +241,9 @@ def test_ctrl_c_reports_what_was_done(monkeypatch, capsys, tmp_path):
     picture = tmp_path / "stopped.png"
     assert main([*SMALL, "--steps=20", f"--out={picture}"]) == 130
     printed = capsys.readouterr().out
-    assert re.search(r"stopped by Ctrl-C after [45] of 20 steps", printed)
+    assert re.search(
+        r"stopped by Ctrl-C after [45] of 20 steps, at a training loss of 5\.\d{3}\n", printed
+    )
     assert "medians of 2 whole steps each, in turn; loss: over the first 4 steps" in printed
     assert re.search(r"nats per byte +5\.545 +\d\.\d{3}", printed) and "step 4" in printed
     assert picture.exists() and "The model continues" not in printed

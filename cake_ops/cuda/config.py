@@ -27,7 +27,7 @@ Output = Literal["bf16_store", "bf16_add", "f32_store", "f32_add"]
 THREADS = 384  # two math warpgroups and the producer's
 TILE_K = 64  # contraction steps of a stage: one 128-byte swizzled row of bf16
 SMEM_LIMIT = 232448  # 227 KB, all that one Hopper CTA can have
-MAX_ROWS = 1 << 30  # M; a ragged group's rows count down from here in the tensor map
+MAX_SIZE = 1 << 30  # M, N, K, E; a ragged group's rows count down from here in the tensor map
 
 RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
@@ -93,7 +93,7 @@ def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
     """Whether ``config`` computes the problem: the one statement of the kernels' limits.
 
     TMA needs rows of whole 16-byte units, so N and K are multiples of 8; the tensor maps of ragged
-    groups hold 2^30 rows; a scheduler counts tiles in 32 bits.
+    groups hold 2^30 rows; sizes and the count of tiles are 32-bit numbers.
     """
     tn = config.layout == "tn"
     atom_n = config.tile_n if config.tile_m == 128 else config.tile_n // 2  # columns of a warpgroup
@@ -105,8 +105,9 @@ def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
         and config.tile_n // config.cluster_m <= 256
         and config.smem_bytes <= SMEM_LIMIT
         and (tn or config.output == "bf16_store")
-        and 0 <= M <= MAX_ROWS
-        and min(N, K, E) > 0
+        and 0 <= M <= MAX_SIZE
+        and 0 < min(N, K, E)
+        and max(N, K, E) <= MAX_SIZE
         and N % 8 == K % 8 == 0
         and max_tiles(config, M, N, K, E) <= 1 << 30
     )
@@ -142,11 +143,14 @@ def select_config(
     The offsets are on the device, so the estimate takes the groups as equal.
 
     Raises:
-        ValueError: no configuration computes the problem.
+        RuntimeError: no configuration computes the problem.
     """
     valid = [c for c in policies(layout, output) if is_valid(c, M, N, K, E)]
     if not valid:
-        raise ValueError(f"no {layout} kernel for M={M}, N={N}, K={K}, E={E}")
+        raise RuntimeError(
+            f"cake_ops: the CUDA kernels take M, N, K, E and the number of tiles up to 2^30 each, got"
+            f" M = {M}, N = {N}, K = {K}, E = {E} (layout {layout}); split the call"
+        )
     return min(valid, key=lambda c: estimated_cycles(c, M, N, K, E, num_sms))
 
 

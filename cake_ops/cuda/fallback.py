@@ -1,7 +1,9 @@
 """Right results through torch, for GPUs without kernels of their own; announced once by a warning.
 
-Nothing here reads ``offs`` on the host. Products with an FP32 result or an accumulator cost a whole GEMM for
-each expert, since torch has no grouped GEMM with an FP32 result.
+Nothing here reads ``offs`` on the host, but on GPUs that torch has no grouped kernel for (other than sm_90 and
+sm_100) its own fallback does: the forward and the data gradient then wait for the device and cannot be captured
+in a CUDA graph. A weight gradient costs a whole GEMM for each expert, since torch has no grouped GEMM with
+an FP32 result.
 """
 
 from __future__ import annotations
@@ -32,13 +34,19 @@ def pad8(t: Tensor, *dims: int) -> Tensor:
     return F.pad(t, padding).contiguous()
 
 
+def _ends(offs: Tensor, rows: int) -> Tensor:
+    """``offs`` as the kernels take it: bad values are clamped, so nothing outside the operands is touched."""
+    return offs.clamp(0, rows).cummax(0).values
+
+
 def ragged_rows(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
     """y [M, N] = a [M, K] times b [E, N, K] transposed, for the rows of each group."""
     _announce(y.get_device())
-    product = torch._grouped_mm(pad8(a, 1), pad8(b, 1, 2).transpose(1, 2), offs=offs.contiguous())
+    ends = _ends(offs, a.shape[0])
+    product = torch._grouped_mm(pad8(a, 1), pad8(b, 1, 2).transpose(1, 2), offs=ends)
     y.copy_(product[:, : y.shape[1]])
     row = torch.arange(y.shape[0], device=y.device)
-    y.masked_fill_((row >= offs[-1]).unsqueeze(1), 0)
+    y.masked_fill_((row >= ends[-1]).unsqueeze(1), 0)
 
 
 def ragged_columns(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool) -> None:
@@ -46,7 +54,7 @@ def ragged_columns(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: b
     _announce(dw.get_device())
     row = torch.arange(g.shape[0], device=g.device).unsqueeze(1)
     start = offs.new_zeros(())
-    for e, end in enumerate(offs.unbind()):
+    for e, end in enumerate(_ends(offs, g.shape[0]).unbind()):
         inside = (row >= start) & (row < end)
         product = torch.mm(
             torch.where(inside, g, 0).t(), torch.where(inside, x, 0), out_dtype=torch.float32

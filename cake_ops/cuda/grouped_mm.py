@@ -60,7 +60,9 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
     def make_route(
         a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
     ) -> Route:
-        return make(problem.allocate(a, b, offs, out_dtype=out_dtype), a, b, offs)
+        shape, dtype = problem.result(a, b, offs, out_dtype=out_dtype)
+        geometry = torch.empty(shape, dtype=dtype, device="meta")  # nothing else is looked at
+        return make(geometry, a, b, offs)
 
     routes = RouteCache(make_route, name)
 
@@ -92,14 +94,14 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
         return make_route(*tensors, out_dtype).explanation
 
-    def prepare(out: Tensor, *tensors: Tensor) -> Callable[[], None]:
+    def prepare(out: Tensor, *tensors: Tensor) -> tuple[Callable[[], None], Explanation]:
         route = into_route(make, out, *tensors)
         if route.explanation.path == "kernel after a copy":
             raise RuntimeError(
                 f"cake::{name}: cannot prepare a launch on these tensors"
                 f" ({route.explanation.reason}); copy them first"
             )
-        return partial(route.run, out, *tensors)
+        return partial(route.run, out, *tensors), route.explanation
 
     columns = -1 if name.endswith("dgrad") else -2
     op = OPS[name]

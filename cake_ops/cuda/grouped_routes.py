@@ -1,8 +1,9 @@
 """Routes of the grouped GEMMs: from the geometry of a call to a launch of an sm_90a kernel.
 
-The kernels are those of ``csrc/kernels/sm90_grouped_gemm.cu`` and ``sm90_grouped_gemm_wgrad.cu``. The forward and the data gradient are one problem, y = a b^T with a [M, K] and b [E, N, K] for the rows of
-each group: the data gradient passes ``w`` with its last two dimensions swapped, and the kernel reads either
-memory order in place. What a tensor map cannot address as it lies (rows that are no multiple of 16 bytes, no
+The kernels are those of ``csrc/kernels/sm90_grouped_gemm.cu`` and ``sm90_grouped_gemm_wgrad.cu``. The forward
+and the data gradient are one problem, y = a b^T with a [M, K] and b [E, N, K] for the rows of each group: the
+data gradient passes ``w`` with its last two dimensions swapped, and the kernel reads either memory order in
+place. What a tensor map cannot address as it lies (rows that are no multiple of 16 bytes, no
 unit stride) is copied first; :func:`cake_ops.explain` says so.
 """
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,15 +48,7 @@ class Plan:
         run: ``(out, a, b, offs)`` launches on torch's current stream of the device.
     """
 
-    __slots__ = (
-        "device",
-        "grid",
-        "name",
-        "parameters",
-        "run",
-        "smem_bytes",
-        "threads",
-    )
+    __slots__ = ("run",)
 
     def __init__(
         self,
@@ -69,29 +60,20 @@ class Plan:
         maps: tuple[TensorMapGeometry, TensorMapGeometry, TensorMapGeometry],
         parameters: tuple[Any, ...],
     ) -> None:
-        self.name, self.device = name, device
-        self.grid, self.threads, self.smem_bytes = grid, threads, smem_bytes
-        self.parameters = parameters
-        tables = (MapTable(geometry, device) for geometry in maps)
-        self.run = self._make_run(kernel(name, device, smem_bytes), *tables)
-
-    def _make_run(
-        self, handle: Any, maps_a: MapTable, maps_b: MapTable, maps_out: MapTable
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """The launch as one closure: attribute look-ups and calls would cost 2 of its 6 us."""
-        device = self.device
+        # The launch is one closure: attribute look-ups and calls would cost 2 of its 6 us. It refers
+        # neither to itself nor to the plan: training loops switch the garbage collector off, and an
+        # evicted plan must go all the same.
+        handle = kernel(name, device, smem_bytes)
+        maps_a, maps_b, maps_out = (MapTable(geometry, device) for geometry in maps)
+        find_a, find_b, find_out = maps_a.get, maps_b.get, maps_out.get
         pack = struct.Struct("5Q").pack_into
         launch = driver().cuLaunchKernelEx
         current_device = torch._C._cuda_getDevice  # not in CPU builds of torch
         current_stream = torch._C._cuda_getCurrentRawStream
-        find_a, find_b, find_out = maps_a.get, maps_b.get, maps_out.get
         pool: list[Block] = []
         configs: dict[int, Any] = {}
 
-        def run(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
-            if current_device() != device:
-                with torch.cuda.device(device):
-                    return run(out, a, b, offs)
+        def launch_here(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
             to, address_a, address_b = out.data_ptr(), a.data_ptr(), b.data_ptr()
             map_a = find_a(address_a) or maps_a.add(address_a)
             map_b = find_b(address_b) or maps_b.add(address_b)
@@ -99,52 +81,60 @@ class Plan:
             try:
                 block = pool.pop()
             except IndexError:
-                block = self._new_block()
+                block = _new_block(parameters)
             pack(block[0], 0, to, offs.data_ptr(), map_a[0], map_b[0], map_out[0])
             stream = current_stream(device)
             config = configs.get(stream)
             if config is None:
                 if len(configs) >= MAX_STREAMS:
                     configs.clear()
-                config = configs[stream] = self._new_config(stream)
+                config = configs[stream] = _new_config(grid, threads, smem_bytes, stream)
             (status,) = launch(config, handle, block[1], 0)
             if status:  # a thread without a context, or a real failure, which comes again
                 bind_context(device)
                 check(launch(config, handle, block[1], 0))
             pool.append(block)
 
-        return run
+        def run(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+            if current_device() == device:
+                return launch_here(out, a, b, offs)
+            with torch.cuda.device(device):
+                return launch_here(out, a, b, offs)
 
-    def _new_block(self) -> Block:
-        """A buffer of the two pointer values, the argument table, and the scalar values.
+        self.run = run
 
-        The table has one word for each kernel parameter, the address of its value. A launch writes the
-        pointer values and, right behind them, the table's first words: the addresses of the maps.
-        """
-        pointers, maps = 2, 3
-        table = pointers
-        values = table + maps + len(self.parameters)
-        block = (ctypes.c_uint64 * (values + len(self.parameters)))()
-        base = ctypes.addressof(block)
-        pointer = 0
-        for i, parameter in enumerate(self.parameters):
-            if parameter == POINTER:
-                block[table + maps + i] = base + 8 * pointer
-                pointer += 1
-            else:
-                block[table + maps + i] = base + 8 * (values + i)
-                struct.pack_into(parameter[0], block, 8 * (values + i), parameter[1])
-        return block, base + 8 * table
 
-    def _new_config(self, stream: int) -> Any:
-        cu = driver()
-        config = cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes = self.smem_bytes
-        config.hStream = cu.CUstream(stream)
-        attribute = cu.CUlaunchAttribute()
-        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
-        return config
+def _new_block(parameters: tuple[Any, ...]) -> Block:
+    """A buffer of the two pointer values, the argument table, and the scalar values.
+
+    The table has one word for each kernel parameter, the address of its value. A launch writes the
+    pointer values and, right behind them, the table's first words: the addresses of the maps.
+    """
+    pointers, maps = 2, 3
+    table = pointers
+    values = table + maps + len(parameters)
+    block = (ctypes.c_uint64 * (values + len(parameters)))()
+    base = ctypes.addressof(block)
+    pointer = 0
+    for i, parameter in enumerate(parameters):
+        if parameter == POINTER:
+            block[table + maps + i] = base + 8 * pointer
+            pointer += 1
+        else:
+            block[table + maps + i] = base + 8 * (values + i)
+            struct.pack_into(parameter[0], block, 8 * (values + i), parameter[1])
+    return block, base + 8 * table
+
+
+def _new_config(grid: int, threads: int, smem_bytes: int, stream: int) -> Any:
+    cu = driver()
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    config.hStream = cu.CUstream(stream)
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config

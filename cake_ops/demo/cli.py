@@ -23,7 +23,7 @@ PROMPT = "The "
 # option -> (default on the CPU, default on CUDA, help). The CPU sizes train in about a minute on two
 # cores; the CUDA sizes give every expert enough rows for its GEMM to matter.
 SIZES: dict[str, tuple[Any, Any, str]] = {
-    "steps": (600, 200, "training steps"),
+    "steps": (500, 200, "training steps"),
     "batch": (16, 32, "windows of text in a step"),
     "context": (128, 256, "bytes in a window"),
     "layers": (2, 4, "transformer blocks"),
@@ -213,7 +213,10 @@ def demo(options: argparse.Namespace) -> int:
         measure(run)
     except KeyboardInterrupt:
         stopped = True
-        print(f"\nstopped by Ctrl-C after {len(run.cake.steps)} of {run.config.steps} steps")
+        reached = f", at a training loss of {run.cake.losses[-1]:.3f}" if run.cake.steps else ""
+        print(
+            f"\nstopped by Ctrl-C after {len(run.cake.steps)} of {run.config.steps} steps{reached}"
+        )
     print("", summary(run), "", sep="\n", flush=True)
     write_picture(run, options.out)
     if options.sample > 0 and not stopped:

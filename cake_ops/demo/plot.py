@@ -66,7 +66,12 @@ def _draw_loss(run: Run, axes: Any) -> None:
         va="top",
     )
     axes.plot(
-        steps, losses.tolist(), color=COLOURS["cake"], alpha=0.3, linewidth=0.8, label="training"
+        steps,
+        losses.tolist(),
+        color=COLOURS["cake"],
+        alpha=0.3 if window > 1 else 1,
+        linewidth=0.8,
+        label="training",
     )
     if window > 1:
         axes.plot(
@@ -93,15 +98,14 @@ def _draw_arms(run: Run, axes: Any) -> None:
         {"linestyle": ":", "linewidth": 2},
     )
     for arm, look in zip(run.arms, looks, strict=False):
-        gap = (
-            "" if arm is run.cake else f", difference at most {gap_text(loss_difference(run, arm))}"
-        )
+        gap = None if arm is run.cake else loss_difference(run, arm)
+        remark = {None: "", 0.0: ", the same"}.get(gap, f", within {gap_text(gap)}")
         axes.plot(
             range(1, steps + 1),
             arm.losses[:steps],
             color=COLOURS[arm.name],
             **look,
-            label=arm.name + gap,
+            label=arm.name + remark,
         )
     axes.set(title="Training loss, compared steps", xlabel="step", ylabel="nats per byte")
     axes.legend(loc="upper right")

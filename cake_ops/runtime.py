@@ -38,7 +38,8 @@ def explain(op: str | Callable[..., Any], *tensors: Tensor, **options: Any) -> E
     """Says how a call would be served, without running it.
 
     Args:
-        op: an operator's name or public function, such as ``cake_ops.grouped_mm``.
+        op: an operator's name or public function, such as ``cake_ops.grouped_mm``. The forms that write
+            or add into ``out`` are served as the operator itself.
         tensors: its arguments; only their geometry is looked at.
         options: its keyword arguments, such as ``out_dtype``.
 

@@ -36,6 +36,7 @@ from cake_ops.cuda.config import (
     select_config,
     weight_map,
 )
+from cake_ops.cuda.driver import manifest
 from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
 from cake_ops.cuda.tensor_map import MAX_ADDRESSES, MapTable
 
@@ -359,3 +360,7 @@ def test_tensor_maps_are_kept_by_address_and_bounded(driver: Driver) -> None:
     for address in range(16, 16 * (3 * MAX_ADDRESSES), 16):
         launched.run(*at(address, 2 * address, 3 * address, 0x40))
         assert driver.launches[-1].values[:3] == [2 * address, 3 * address, address]
+
+
+def test_the_policies_are_the_kernels_that_are_built() -> None:
+    assert {config.symbol for config in CONFIGS} == set(manifest())

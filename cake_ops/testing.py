@@ -6,6 +6,7 @@ real computation by a backend; a dispatcher event or a node of a trace is not on
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,11 +45,13 @@ def count_launches() -> Iterator[Counter[str]]:
         assert launches["grouped_mm"] == 2
     """
     launches: Counter[str] = Counter()
+    lock = threading.Lock()  # a backward pass may launch from several threads
 
     def wrap(name: str, launch: Launch) -> Launch:
         @wraps(launch)
         def counting(*args, **kwargs):
-            launches[name] += 1
+            with lock:
+                launches[name] += 1
             return launch(*args, **kwargs)
 
         return counting

@@ -6,7 +6,9 @@ A test called after a case (h24, ..) is a defect that users of another package m
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -345,6 +347,19 @@ def test_launches_at_one_time_have_blocks_of_their_own(driver: Driver) -> None:
     launched.run(*OPERANDS)
     inner, outer = (call.values for call in driver.launches)
     assert inner[:4] == [0x60, 0x70, 0x50, 0x50] and outer[:4] == [0x20, 0x30, 0x10, 0x10]
+
+
+def test_h54_an_evicted_plan_is_freed_without_the_garbage_collector(driver: Driver) -> None:
+    """Training loops switch the collector off, and each new number of rows makes a plan."""
+    gc.disable()
+    try:
+        launched = plan(driver)
+        launched.run(*OPERANDS)
+        run = weakref.ref(launched.run)
+        del launched
+        assert run() is None
+    finally:
+        gc.enable()
 
 
 def test_tensor_maps_are_kept_by_address_and_bounded(driver: Driver) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import cake_ops
 from cake_ops._library import OPS, PLAIN
+from cake_ops._problem import Problem
 from cake_ops.cuda import grouped_mm, grouped_routes
 from cake_ops.cuda.routes import CACHES, MAX_ROUTES, RouteCache
 
@@ -237,6 +238,13 @@ def test_explain_of_a_kernel_says_what_is_launched() -> None:
         cake_ops.explain(cake_ops.grouped_mm, x, w, offs[:-1])
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_explain_allocates_no_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    tensors = select(name, *make([128] * 8, n=256, k=128))
+    monkeypatch.setattr(Problem, "allocate", lambda *call, **options: pytest.fail("allocates"))
+    assert cake_ops.explain(name, *tensors).path == "kernel"
+
+
 # Prepared launches
 
 
@@ -251,6 +259,18 @@ def test_prepared_launch_takes_new_values(emulated: list[str], name: str) -> Non
         assert prepared.launch() is prepared.out
         assert_close(prepared.out, reference.PRODUCTS[name](a, b, offs))
     assert emulated == [prepared.explanation.kernel] * 3
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_prepared_explanation_is_of_what_is_launched(
+    emulated: list[str], dtype: torch.dtype
+) -> None:
+    x, _, g, offs = make([7, 0, 64, 1], n=72, k=40)
+    out = torch.full((4, 72, 40), NAN, dtype=dtype)
+    prepared = cake_ops.prepare("grouped_mm_wgrad", g, x, offs, out=out)
+    prepared.launch()
+    assert emulated == [prepared.explanation.kernel]
+    assert_close(out, reference.grouped_mm_wgrad(g, x, offs), reference.tolerance(BF16))
 
 
 @pytest.mark.parametrize("operand", ["a", "b", "offs", "out"])

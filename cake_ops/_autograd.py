@@ -75,6 +75,8 @@ def _redispatch_from_forward(*call: Any) -> Any:
 
 
 def _pack(pack: Callable[[Tensor], Any], t: Tensor) -> Any:
+    if t.is_inference():  # it has no version, and saving it will raise
+        return pack(t)
     version = t._version
     packed = pack(t)
     if t._version != version:  # autograd checks the hooks that it calls itself

@@ -54,8 +54,8 @@ def place(request: pytest.FixtureRequest) -> Place:
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results start as NaN (real tensors only; fakes have no data).
 
-    On CUDA, only a call of a new geometry goes through ``allocate``; each makes its result with
-    ``new_empty``. A test that counts kernels or takes times does without: ``monkeypatch.undo()``.
+    The CUDA launches of the grouped GEMMs make their results with ``new_empty`` instead. A test that
+    counts kernels or takes times does without: ``monkeypatch.undo()``.
     """
     allocate, new_empty = Problem.allocate, torch.Tensor.new_empty
 

@@ -65,7 +65,7 @@ def test_every_operator_is_one_untagged_overload() -> None:
     # An overload tagged ``out`` would be lowered by AOTInductor to a C function that does not exist.
     for op in OPS.values():
         assert op.overload.overloadpacket.overloads() == ["default"]
-        assert torch.Tag.out not in op.overload.tags
+        assert getattr(torch.Tag, "out", None) not in op.overload.tags  # torch 2.11 has no such tag
         assert torch.Tag.pt2_compliant_tag in op.overload.tags
         assert torch.Tag.needs_exact_strides in op.overload.tags
 

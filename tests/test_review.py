@@ -74,6 +74,18 @@ def test_pack_hook_that_changes_its_input_is_refused(name: str) -> None:
     assert not launches
 
 
+def test_inference_tensor_under_hooks_is_refused_as_by_autograd() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3, 4)
+    w = torch.randn(5, 4, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        for product in (lambda: torch.mm(x, w.t()), lambda: cake_ops.dense_mm(x, w)):
+            with pytest.raises(
+                RuntimeError, match="Inference tensors cannot be saved for backward"
+            ):
+                product()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pack_hook_may_call_operators_and_return_anything(name: str) -> None:
     op = problem(name)

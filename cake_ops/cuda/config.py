@@ -18,7 +18,7 @@ tn      ``dW[E, N, K]``  rows of each group       wgrad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 Layout = Literal["nt", "nn", "tn"]
@@ -83,6 +83,7 @@ _RAGGED_M_POLICIES = (
 _RAGGED_K_POLICIES = ((128, 256, 4, 2, 2), (128, 128, 6, 2, 1))
 
 
+@cache
 def policies(layout: Layout, output: Output = "bf16_store") -> tuple[GroupedConfig, ...]:
     """Returns every built configuration of ``layout`` (and, for "tn", ``output``)."""
     table = _RAGGED_K_POLICIES if layout == "tn" else _RAGGED_M_POLICIES

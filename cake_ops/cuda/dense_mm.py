@@ -19,8 +19,12 @@ def _serve_cublas(name: str, operands: Callable[[Tensor, Tensor], tuple[Tensor, 
     def compute(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor) -> None:
         a, b = operands(a, b)
         multiply = torch.mm if a.dim() == 2 else torch.bmm
-        product = multiply(a, b) if out.dtype == a.dtype else multiply(a, b, out_dtype=out.dtype)
-        out.copy_(product.view(out.shape))
+        if out.dtype != a.dtype:
+            out.copy_(multiply(a, b, out_dtype=out.dtype).view(out.shape))
+        elif out.is_contiguous():
+            multiply(a, b, out=out.view(*a.shape[:-1], b.shape[-1]))
+        else:
+            out.copy_(multiply(a, b).view(out.shape))
 
     serve("CUDA", name, compute, "cuBLAS")
 

@@ -8,13 +8,14 @@ stride, copies the wrong operand or forgets to copy a result back.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import reference
 import torch
 from torch import Tensor
 
-from cake_ops.cuda.config import TensorMapGeometry
+from cake_ops.cuda.config import MAX_SIZE, ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -27,6 +28,11 @@ def tensor_at(
     elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def with_rows(geometry: TensorMapGeometry, M: int) -> TensorMapGeometry:
+    """The geometry of a launch with M rows."""
+    return replace(geometry, dims=tuple(M if n == ROWS else n for n in geometry.dims))
 
 
 def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
@@ -68,35 +74,47 @@ class EmulatedPlan:
     def run(self, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
         self.launched.append(self.name)
         operands = (a.data_ptr(), b.data_ptr(), out.data_ptr())
-        for geometry, address in zip(self.maps, operands, strict=True):
-            assert_encodable(geometry, address)
         wgrad = self.name.startswith("sm90_grouped_gemm_wgrad")
         kinds = [POINTER, *[I64] * (1 + wgrad), POINTER, *[I32] * 4]
         assert [p if p == POINTER else p[0] for p in self.parameters] == kinds
-        *strides, M, N, K, E = [p[1] for p in self.parameters if p != POINTER]
+        *strides, rows, N, K, E = [p[1] for p in self.parameters if p != POINTER]
+        assert rows == ROWS
+        M = a.shape[0]
+        maps = [with_rows(geometry, M) for geometry in self.maps]
+        for geometry, address in zip(maps, operands, strict=True):
+            assert_encodable(geometry, address)
+        if not wgrad:  # the kernel stores whole slices of a group's rows alone
+            assert maps[2].dims[1] == MAX_SIZE
+            maps[2] = replace(maps[2], dims=(N, M))
         ends = tensor_at(offs.data_ptr(), torch.int32, (E,), (1,)).clamp(0, M).cummax(0).values
         if wgrad:
-            self._weight_gradient(operands, ends.int(), M, N, K)
+            self._weight_gradient(maps, operands, ends.int(), M, N, K)
         else:
-            self._rows(operands, ends.int())
-        result = through_map(self.maps[2], operands[2])
+            self._rows(maps, operands, ends.int())
+        result = through_map(maps[2], operands[2])
         assert strides[::-1] == list(result.stride()[:-1])
         assert result.shape == ((E, N, K) if wgrad else (M, N))
 
-    def _rows(self, operands: tuple[int, ...], ends: Tensor) -> None:
-        a, b, d = (through_map(*call) for call in zip(self.maps, operands, strict=True))
+    def _rows(self, maps: list[TensorMapGeometry], operands: tuple[int, ...], ends: Tensor) -> None:
+        a, b, d = (through_map(*call) for call in zip(maps, operands, strict=True))
         if "_nn_" in self.name:
             b = b.transpose(1, 2)
         d.copy_(reference.grouped_mm(a, b, ends))
 
     def _weight_gradient(
-        self, operands: tuple[int, ...], ends: Tensor, M: int, N: int, K: int
+        self,
+        maps: list[TensorMapGeometry],
+        operands: tuple[int, ...],
+        ends: Tensor,
+        M: int,
+        N: int,
+        K: int,
     ) -> None:
         g, x = (
             tensor_at(address, torch.bfloat16, (M, columns), (geometry.strides[0] // 2, 1))
-            for geometry, address, columns in zip(self.maps, operands, (N, K), strict=False)
+            for geometry, address, columns in zip(maps, operands, (N, K), strict=False)
         )
-        out = through_map(self.maps[2], operands[2])
+        out = through_map(maps[2], operands[2])
         product = reference.grouped_mm_wgrad(g, x, ends)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         for e in range(len(ends)):

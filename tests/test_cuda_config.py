@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import assert_encodable
+from emulator import assert_encodable, with_rows
 
 from cake_ops.bench.shapes import large_cases, small_cases
 from cake_ops.cuda import launch, tensor_map
 from cake_ops.cuda.config import (
     MAX_SIZE,
+    ROWS,
     SMEM_LIMIT,
     THREADS,
     GroupedConfig,
@@ -34,7 +35,9 @@ from cake_ops.cuda.config import (
     output_map,
     policies,
     ragged_map,
+    rows_bucket,
     rows_map,
+    rows_output_map,
     select_config,
     weight_map,
 )
@@ -139,7 +142,7 @@ def test_h24_sizes_beyond_32_bits() -> None:
     for config in CONFIGS:
         assert is_valid(config, M, N, K, E)
         assert 0 < grid(config, M, N, K, E, SMS) <= SMS
-    assert rows_map(M, K, K).strides == (2 * K,)
+    assert rows_map(K, K).strides == (2 * K,)
     nt, tn = policies("nt")[0], policies("tn", "f32_store")[0]
     assert weight_map(nt, N, K, E, K, N * K).strides == (2 * K, 2 * N * K)
     assert output_map(tn, N, K, E, K, N * K).strides == (4 * K, 4 * N * K)
@@ -164,14 +167,15 @@ def test_tensor_maps_keep_the_rules_of_the_driver(
         maps = [ragged_map(N, ldn), ragged_map(K, ldk), output_map(config, N, K, E, ldk, N * ldk)]
     else:
         ld, outer = (ldk, N * ldk) if config.layout == "nt" else (ldn, K * ldn)
-        maps = [rows_map(M, K, ldk), weight_map(config, N, K, E, ld, outer), rows_map(M, N, ldn)]
+        maps = [rows_map(K, ldk), weight_map(config, N, K, E, ld, outer), rows_output_map(N, ldn)]
     for geometry in maps:
-        assert_encodable(geometry, BASE)
+        assert_encodable(with_rows(geometry, M), BASE)
 
 
 def test_geometry_of_the_maps() -> None:
     nt, nn, tn = policies("nt")[0], policies("nn")[0], policies("tn", "f32_add")[0]
-    assert rows_map(300, 72, 80) == TensorMapGeometry("bf16", (72, 300), (160,), (64, 64))
+    assert rows_map(72, 80) == TensorMapGeometry("bf16", (72, ROWS), (160,), (64, 64))
+    assert rows_output_map(72, 80) == TensorMapGeometry("bf16", (72, MAX_SIZE), (160,), (64, 64))
     assert weight_map(nt, 136, 72, 5, 80, 11000) == TensorMapGeometry(
         "bf16", (72, 136, 5), (160, 22000), (64, nt.tile_n // nt.cluster_m, 1)
     )
@@ -181,8 +185,7 @@ def test_geometry_of_the_maps() -> None:
     assert output_map(tn, 136, 72, 5, 80, 11000) == TensorMapGeometry(
         "f32", (72, 136, 5), (320, 44000), (32, 64, 1)
     )
-    # One row, one expert: the stride is never used and may be anything.
-    assert rows_map(1, 72, 3).strides == (144,)
+    # One expert: the stride is never used and may be anything.
     assert weight_map(nt, 136, 72, 1, 80, 0).strides == (160, 136 * 160)
 
 
@@ -246,8 +249,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield
         fake.device = before
 
-    def encode(address: int, geometry: TensorMapGeometry) -> tuple[int, Any]:
-        owner = ctypes.c_uint64(address)  # in the place of a map, its address
+    def encode(address: int, rows: int, geometry: TensorMapGeometry) -> tuple[int, Any]:
+        assert (rows > 0) == (ROWS in geometry.dims)
+        owner = ctypes.c_uint64(
+            address + (rows << 48)
+        )  # in the place of a map, its address and rows
         return ctypes.addressof(owner), owner
 
     monkeypatch.setattr(launch, "driver", lambda: fake)
@@ -263,8 +269,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield fake
 
 
-MAPS = (rows_map(64, 64, 64), rows_map(64, 64, 64), rows_map(64, 72, 72))
-PARAMETERS = (POINTER, (I64, 1 << 40), POINTER, (I32, 1 << 30), (I32, -3))
+MAPS = (rows_map(64, 64), rows_output_map(64, 64), rows_output_map(72, 72))
+PARAMETERS = (POINTER, (I64, 1 << 40), POINTER, (I32, ROWS), (I32, -3))
 
 
 def plan(driver: Driver) -> Plan:
@@ -274,9 +280,17 @@ def plan(driver: Driver) -> Plan:
     return Plan("name", 0, 12, THREADS, 1000, MAPS, PARAMETERS)
 
 
-def at(*addresses: int) -> list[Any]:
+def at(*addresses: int, rows: int = 7) -> list[Any]:
     """In the place of tensors: a launch asks nothing else of them."""
-    return [SimpleNamespace(data_ptr=lambda address=address: address) for address in addresses]
+    return [
+        SimpleNamespace(data_ptr=lambda address=address: address, shape=(rows,))
+        for address in addresses
+    ]
+
+
+def map_a(address: int, rows: int = 7) -> int:
+    """What stands in for the map of the first operand."""
+    return address + (rows << 48)
 
 
 OPERANDS = at(0x10, 0x20, 0x30, 0x40)  # out, a, b, offs
@@ -285,11 +299,12 @@ OPERANDS = at(0x10, 0x20, 0x30, 0x40)  # out, a, b, offs
 def test_arguments_lie_in_the_order_and_width_of_the_kernel(driver: Driver) -> None:
     launched = plan(driver)
     launched.run(*at(0x7FFF_FFFF_FFF0, 0x20, 0x30, 0x40))
-    launched.run(*at(0x20, 0x10, 0x40, 0x54))
+    launched.run(*at(0x20, 0x10, 0x40, 0x54, rows=1 << 30))
     first, second = (call.values for call in driver.launches)
     to = 0x7FFF_FFFF_FFF0
-    assert first == [0x20, 0x30, to, to, 1 << 40, 0x40, 1 << 30, -3]
-    assert second == [0x10, 0x40, 0x20, 0x20, 1 << 40, 0x54, 1 << 30, -3]
+    assert first == [map_a(0x20), 0x30, to, to, 1 << 40, 0x40, 7, -3]
+    m = 1 << 30
+    assert second == [map_a(0x10, m) % 2**64, 0x40, 0x20, 0x20, 1 << 40, 0x54, m, -3]
     config = driver.launches[0].config
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (12, 1, 1)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (THREADS, 1, 1)
@@ -346,7 +361,8 @@ def test_launches_at_one_time_have_blocks_of_their_own(driver: Driver) -> None:
     driver.during = other_thread
     launched.run(*OPERANDS)
     inner, outer = (call.values for call in driver.launches)
-    assert inner[:4] == [0x60, 0x70, 0x50, 0x50] and outer[:4] == [0x20, 0x30, 0x10, 0x10]
+    assert inner[:4] == [map_a(0x60), 0x70, 0x50, 0x50]
+    assert outer[:4] == [map_a(0x20), 0x30, 0x10, 0x10]
 
 
 def test_h54_an_evicted_plan_is_freed_without_the_garbage_collector(driver: Driver) -> None:
@@ -364,17 +380,27 @@ def test_h54_an_evicted_plan_is_freed_without_the_garbage_collector(driver: Driv
 
 def test_tensor_maps_are_kept_by_address_and_bounded(driver: Driver) -> None:
     table = MapTable(MAPS[0], 0)
-    assert table.get(16) is None
-    kept = table.add(16)
-    assert table.get(16) is kept
+    assert table.get((16, 7)) is None
+    kept = table.add((16, 7))
+    assert table.get((16, 7)) is kept and table.get((16, 8)) is None
     for address in range(32, 16 * (2 * MAX_ADDRESSES), 16):
-        assert ctypes.c_uint64.from_address(table.add(address)[0]).value == address
+        entry = table.add((address, 7))
+        assert ctypes.c_uint64.from_address(entry[0]).value == map_a(address)
         assert len(table._entries) <= MAX_ADDRESSES
-    assert table.get(16) is None
+    assert table.get((16, 7)) is None
     launched = plan(driver)
     for address in range(16, 16 * (3 * MAX_ADDRESSES), 16):
         launched.run(*at(address, 2 * address, 3 * address, 0x40))
-        assert driver.launches[-1].values[:3] == [2 * address, 3 * address, address]
+        assert driver.launches[-1].values[:3] == [map_a(2 * address), 3 * address, address]
+
+
+def test_buckets_hold_every_number_of_rows_and_are_few() -> None:
+    assert [rows_bucket(m) for m in (0, 1, 7, 8, 9, 33, 100, 1 << 17, MAX_SIZE)] == [
+        0, 1, 7, 8, 10, 40, 112, 1 << 17, MAX_SIZE,
+    ]  # fmt: skip
+    for m in range(1, 5000):
+        assert m <= rows_bucket(m) <= 1.25 * m and rows_bucket(rows_bucket(m)) == rows_bucket(m)
+    assert len({rows_bucket(m) for m in range(30_000, 34_000)}) <= 3
 
 
 def test_the_policies_are_the_kernels_that_are_built() -> None:

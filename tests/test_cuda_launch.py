@@ -119,21 +119,25 @@ def test_h53_operands_are_released_at_once() -> None:
 
 
 def test_h54_thousands_of_geometries() -> None:
-    rows = MAX_ROUTES + 500
-    x = torch.randn(rows, 64, dtype=BF16, device=DEVICE)
+    strides = range(64, 64 + 8 * (MAX_ROUTES + 500), 8)
+    memory = torch.randn(90 * strides[-1], dtype=BF16, device=DEVICE)
     w = torch.randn(2, 72, 64, dtype=BF16, device=DEVICE)
-    ends = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
-    ends = torch.stack([ends // 2, ends], 1)
-    check(cake_ops.grouped_mm(x, w, ends[-1]), reference.grouped_mm(x, w, ends[-1]))
+    offs = reference.offsets([40, 49], DEVICE)
+    x = memory.as_strided((90, 64), (64, 1))
+    check(cake_ops.grouped_mm(x, w, offs), reference.grouped_mm(x, w, offs))
     before = torch.cuda.memory_allocated()  # with the workspace of the reference's cuBLAS
-    for m in range(1, rows + 1):
-        y = cake_ops.grouped_mm(x[:m], w, ends[m - 1])
+    for i, stride in enumerate(strides):
+        rows = 90 - i % 4
+        x = memory.as_strided((rows, 64), (stride, 1))
+        ends = offs.clamp(max=rows)
+        y = cake_ops.grouped_mm(x, w, ends)
         assert len(CACHES["grouped_mm"]) <= MAX_ROUTES
-        if m % 250 == 1:
-            check(y, reference.grouped_mm(x[:m], w, ends[m - 1]))
-    y = cake_ops.grouped_mm(x[:7], w, ends[6])  # evicted meanwhile
-    check(y, reference.grouped_mm(x[:7], w, ends[6]))
-    del y
+        if i % 250 == 1:
+            check(y, reference.grouped_mm(x, w, ends))
+    x = memory.as_strided((90, 64), (64, 1))  # evicted meanwhile
+    y = cake_ops.grouped_mm(x, w, offs)
+    check(y, reference.grouped_mm(x, w, offs))
+    del y, ends
     assert torch.cuda.memory_allocated() == before
 
 

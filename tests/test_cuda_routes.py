@@ -330,10 +330,10 @@ def test_h52_fresh_tensors_of_known_shapes_hit(misses: list[int]) -> None:
         x.requires_grad_(), w.requires_grad_()
         cake_ops.grouped_mm(x, w, offs).square().sum().backward()
 
-    for rows in (5, 6, 7):
+    for rows in (5, 6, 7):  # M is 8, 9 and 10, in two buckets
         step(rows)
     entries, planned = {name: len(cache) for name, cache in CACHES.items()}, len(misses)
-    assert planned == 9
+    assert planned == 2 * 3
     for i in range(60):
         step(5 + i % 3)
     assert len(misses) == planned
@@ -342,14 +342,32 @@ def test_h52_fresh_tensors_of_known_shapes_hit(misses: list[int]) -> None:
 
 def test_h54_caches_are_bounded() -> None:
     w, offs = torch.randn(1, 8, 8).to(BF16), torch.tensor([3], dtype=torch.int32)
-    x = torch.randn(MAX_ROUTES + 100, 8).to(BF16)
-    for rows in range(1, len(x) + 1):
-        y = cake_ops.grouped_mm(x[:rows], w, offs)
+    strides = range(8, 8 * (MAX_ROUTES + 100), 8)
+    memory = torch.randn(5 * strides[-1]).to(BF16)
+    for stride in strides:
+        x = memory.as_strided((5, 8), (stride, 1))
+        y = cake_ops.grouped_mm(x, w, offs)
         assert len(CACHES["grouped_mm"]) <= MAX_ROUTES
-        if rows % 200 == 0:
-            assert_close(y, reference.grouped_mm(x[:rows], w, offs.clamp(max=rows)))
+        if stride % 200 == 0:
+            assert_close(y, reference.grouped_mm(x, w, offs))
     assert MAX_ROUTES // 2 <= len(CACHES["grouped_mm"])
-    assert_close(cake_ops.grouped_mm(x[:9], w, offs), reference.grouped_mm(x[:9], w, offs))
+    x = memory.as_strided((5, 8), (8, 1))  # evicted meanwhile
+    assert_close(cake_ops.grouped_mm(x, w, offs), reference.grouped_mm(x, w, offs))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_h52_a_plan_serves_every_number_of_rows_of_its_bucket(
+    emulated: list[str], misses: list[int], name: str
+) -> None:
+    sizes = [[100, 0, 1], [90, 7, 8], [0, 0, 97], [60, 30, 22]]  # M of 97 to 112
+    for i, group_sizes in enumerate(sizes):
+        tensors = select(name, *make(group_sizes, n=40, k=24))
+        y = getattr(cake_ops, name)(*tensors)
+        assert_close(y, reference.PRODUCTS[name](*tensors))
+        assert len(misses) == 1 and len(emulated) == i + 1
+        with pytest.raises(RuntimeError):  # one row less in the second operand, or no such expert
+            getattr(cake_ops, name)(tensors[0], tensors[1][1:], tensors[2])
+        misses[:] = [1]
 
 
 def test_h53_routes_hold_no_tensors() -> None:

@@ -33,6 +33,8 @@ RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_ELEMENTS = 1 << 34
 
+ROWS = -1  # in the place of a size: the M of each launch
+
 _STAGING_BYTES = 2 * 8192  # a buffer of each of the two math warpgroups
 _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
 
@@ -88,6 +90,16 @@ def policies(layout: Layout, output: Output = "bf16_store") -> tuple[GroupedConf
     """Returns every built configuration of ``layout`` (and, for "tn", ``output``)."""
     table = _RAGGED_K_POLICIES if layout == "tn" else _RAGGED_M_POLICIES
     return tuple(GroupedConfig(layout, *policy, output) for policy in table)
+
+
+def rows_bucket(M: int) -> int:
+    """Rounds M up to three significant bits.
+
+    A launch is planned for a bucket of M and told M itself, so that token counts which change from step
+    to step share a plan; the configuration chosen for M and for 1.25 M hardly ever differs.
+    """
+    shift = max(M.bit_length() - 3, 0)
+    return -(-M >> shift) << shift
 
 
 def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
@@ -189,7 +201,7 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
 class TensorMapGeometry:
     """What cuTensorMapEncodeTiled needs besides the address: innermost dimension first.
 
-    ``strides`` are in bytes and begin with the second dimension. Every map has element strides of
+    A dimension of ``ROWS`` is M, which comes with each launch. ``strides`` are in bytes and begin with the second dimension. Every map has element strides of
     one, no interleave, the 128-byte swizzle, 256-byte L2 promotion and zero fill out of bounds.
     """
 
@@ -205,9 +217,14 @@ class TensorMapGeometry:
         return len(self.dims)
 
 
-def rows_map(rows: int, columns: int, ld: int) -> TensorMapGeometry:
-    """Map of A or D of nt and nn: bf16 ``[rows, columns]``, row stride ``ld`` elements."""
-    return TensorMapGeometry("bf16", (columns, rows), (2 * _stride(rows, ld, columns),), (64, 64))
+def rows_map(columns: int, ld: int) -> TensorMapGeometry:
+    """Map of A of nt and nn: bf16 ``[M, columns]``, row stride ``ld`` elements."""
+    return TensorMapGeometry("bf16", (columns, ROWS), (2 * ld,), (64, 64))
+
+
+def rows_output_map(columns: int, ld: int) -> TensorMapGeometry:
+    """Map of D of nt and nn: as A's, for any M, since no store through it leaves a group's rows."""
+    return TensorMapGeometry("bf16", (columns, MAX_SIZE), (2 * ld,), (64, 64))
 
 
 def weight_map(

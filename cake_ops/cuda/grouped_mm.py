@@ -28,7 +28,7 @@ from .grouped_routes import (
     into_route,
     rows_route,
 )
-from .routes import Route, RouteCache, call_key
+from .routes import Route, RouteCache, columns_key, rows_key
 
 CHECK_OFFS = os.environ.get("CAKE_CHECK_OFFS") == "1"
 
@@ -67,7 +67,7 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
     routes = RouteCache(make_route, name)
 
     def launch_rows(a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True) -> Tensor:
-        key = call_key(a, b, offs)
+        key = rows_key(a, b, offs)
         route = routes.get(key) or routes.add(key, a, b, offs)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])
@@ -83,7 +83,7 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         out_dtype: torch.dtype | None = None,
         deterministic: bool = True,
     ) -> Tensor:
-        key = (out_dtype, *call_key(a, b, offs))
+        key = (out_dtype, *columns_key(a, b, offs))
         route = routes.get(key) or routes.add(key, a, b, offs, out_dtype)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._explanation import Explanation
 from . import fallback
 from .config import (
+    ROWS,
     THREADS,
     TILE_K,
     GroupedConfig,
@@ -22,14 +23,16 @@ from .config import (
     grid,
     output_map,
     ragged_map,
+    rows_bucket,
     rows_map,
+    rows_output_map,
     select_config,
     weight_map,
 )
 from .device import no_kernels_reason, num_sms
 from .fallback import pad8
 from .launch import I32, I64, POINTER, Plan
-from .routes import Route, RouteCache, call_key, out_key
+from .routes import Route, RouteCache, columns_key, out_key, rows_key
 
 
 def _row_stride(t: Tensor) -> int | None:
@@ -57,9 +60,10 @@ def _kernel_route(
     config: GroupedConfig, device: int, M: int, N: int, K: int, E: int,
     maps: tuple[TensorMapGeometry, ...], strides: tuple[int, ...],
 ) -> Route:  # fmt: skip
-    """A launch of either kernel; its parameters are the maps, the result and its strides, offs, sizes."""
+    """A launch of either kernel for up to M rows; the parameters are the maps, the result and its
+    strides, offs, sizes."""
     ctas = grid(config, M, N, K, E, num_sms(device))
-    sizes = tuple((I32, size) for size in (M, N, K, E))
+    sizes = tuple((I32, size) for size in (ROWS, N, K, E))
     strides = tuple((I64, stride) for stride in strides)
     parameters = (POINTER, *strides, POINTER, *sizes)
     plan = Plan(config.symbol, device, ctas, THREADS, config.smem_bytes, maps, parameters)
@@ -89,6 +93,7 @@ def _copy_reason(**operands: object) -> str:
 def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
     """out [M, N] = a [M, K] b [E, N, K]^T; of the tensors only the geometry is looked at."""
     (M, K), (E, N, _), device = a.shape, b.shape, a.get_device()
+    M = rows_bucket(M)
     if M == 0 or N == 0:
         return Route(lambda out, a, b, offs: None, Explanation("no kernel", "the result is empty"))
     if E == 0 or K == 0:
@@ -101,7 +106,7 @@ def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
     if N % 8 or K % 8:
 
         def run_padded(out, a, b, offs):
-            wide = a.new_empty(M, N + -N % 8)
+            wide = a.new_empty(a.shape[0], N + -N % 8)
             a, b = pad8(a, 1), pad8(b, 1, 2)
             into_route(rows_route, wide, a, b, offs).run(wide, a, b, offs)
             out.copy_(wide[:, :N])
@@ -116,7 +121,7 @@ def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
         def run_copied(out, a, b, offs):
             a = a if lda else _packed(a)
             b = b if strides else _packed(b)
-            into = out if ldd else a.new_empty(M, N)
+            into = out if ldd else a.new_empty(a.shape[0], N)
             offs = offs.contiguous()
             into_route(rows_route, into, a, b, offs).run(into, a, b, offs)
             if into is not out:
@@ -125,7 +130,7 @@ def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
         reason = _copy_reason(a=lda, w=strides, out=ldd, offs=packed_offs)
         return Route(run_copied, _copied(reason))
     config = select_config(layout, M, N, K, E, num_sms(device))
-    maps = (rows_map(M, K, lda), weight_map(config, N, K, E, *strides), rows_map(M, N, ldd))
+    maps = (rows_map(K, lda), weight_map(config, N, K, E, *strides), rows_output_map(N, ldd))
     return _kernel_route(config, device, M, N, K, E, maps, (ldd,))
 
 
@@ -141,7 +146,7 @@ def columns_route(
     out: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool = False
 ) -> Route:
     """out [E, N, K] (+)= g [M, N]^T x [M, K]."""
-    (E, N, K), M, device = out.shape, g.shape[0], g.get_device()
+    (E, N, K), M, device = out.shape, rows_bucket(g.shape[0]), g.get_device()
     if 0 in (E, N, K):
         return Route(lambda out, g, x, offs: None, Explanation("no kernel", "the result is empty"))
     if M == 0:
@@ -195,5 +200,6 @@ _into_routes = RouteCache(lambda make, *call: make(*call), "into")
 
 def into_route(make, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
     """The route of a checked call of the kind ``make`` that writes into ``out``."""
+    call_key = rows_key if make in (rows_route, dgrad_route) else columns_key
     key = (make, *call_key(a, b, offs), *out_key(out))
     return _into_routes.get(key) or _into_routes.add(key, make, out, a, b, offs)

@@ -1,8 +1,8 @@
-"""Launching: one plan for each geometry of a call, launched with the addresses of the moment.
+"""Launching: one plan for each geometry of a call, launched with the addresses and the M of the moment.
 
-A :class:`Plan` holds all of a launch that does not depend on where its operands lie: kernel, grid, scalar
-arguments, and a table of tensor maps for each operand. ``Plan.run`` fills a packed argument block with this
-call's addresses and calls the driver. Blocks are taken from a pool, so threads never share one and nothing
+A :class:`Plan` holds all of a launch that depends neither on where its operands lie nor on the exact number
+of their rows: kernel, grid, scalar arguments, and a table of tensor maps for each operand. ``Plan.run`` fills
+a packed argument block with this call's addresses and M, and calls the driver. Blocks are taken from a pool, so threads never share one and nothing
 is locked.
 
 Every launch allows programmatic dependent launch: the kernel may begin while the one before it ends, and
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import TensorMapGeometry
+from .config import ROWS, TensorMapGeometry
 from .driver import bind_context, check, driver, kernel
 from .tensor_map import MapTable
 
@@ -35,14 +35,15 @@ class Plan:
     """A launch without its addresses.
 
     The kernel's first parameters are the tensor maps of its two operands and its result; among the
-    others are two pointers, to the result and to the offsets.
+    others are, in this order, pointers to the result and to the offsets, and M.
 
     Args:
         name: the kernel.
         device: the device index.
         grid, threads, smem_bytes: of the launch; cluster dimensions are compiled into the kernel.
         maps: geometry of the tensor maps of operand a, operand b and the result.
-        parameters: the other parameters in order: ``POINTER``, or ``(I32 or I64, value)``.
+        parameters: the other parameters in order: ``POINTER``, ``(I32 or I64, value)``, where the value
+            ``ROWS`` stands for M.
 
     Attributes:
         run: ``(out, a, b, offs)`` launches on torch's current stream of the device.
@@ -66,7 +67,8 @@ class Plan:
         handle = kernel(name, device, smem_bytes)
         maps_a, maps_b, maps_out = (MapTable(geometry, device) for geometry in maps)
         find_a, find_b, find_out = maps_a.get, maps_b.get, maps_out.get
-        pack = struct.Struct("5Q").pack_into
+        a_has_rows = ROWS in maps[0].dims
+        pack = struct.Struct("6Q").pack_into
         launch = driver().cuLaunchKernelEx
         current_device = torch._C._cuda_getDevice  # not in CPU builds of torch
         current_stream = torch._C._cuda_getCurrentRawStream
@@ -74,15 +76,17 @@ class Plan:
         configs: dict[int, Any] = {}
 
         def launch_here(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
-            to, address_a, address_b = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            map_a = find_a(address_a) or maps_a.add(address_a)
-            map_b = find_b(address_b) or maps_b.add(address_b)
-            map_out = find_out(to) or maps_out.add(to)
+            rows = a.shape[0]
+            to = out.data_ptr()
+            key_a, key_b, key_out = (a.data_ptr(), rows * a_has_rows), (b.data_ptr(), 0), (to, 0)
+            map_a = find_a(key_a) or maps_a.add(key_a)
+            map_b = find_b(key_b) or maps_b.add(key_b)
+            map_out = find_out(key_out) or maps_out.add(key_out)
             try:
                 block = pool.pop()
             except IndexError:
                 block = _new_block(parameters)
-            pack(block[0], 0, to, offs.data_ptr(), map_a[0], map_b[0], map_out[0])
+            pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0], map_out[0])
             stream = current_stream(device)
             config = configs.get(stream)
             if config is None:
@@ -105,21 +109,21 @@ class Plan:
 
 
 def _new_block(parameters: tuple[Any, ...]) -> Block:
-    """A buffer of the two pointer values, the argument table, and the scalar values.
+    """A buffer of the values that each launch writes, the argument table, and the other values.
 
-    The table has one word for each kernel parameter, the address of its value. A launch writes the
-    pointer values and, right behind them, the table's first words: the addresses of the maps.
+    The table has one word for each kernel parameter, the address of its value. A launch writes two
+    pointers and M and, right behind them, the table's first words: the addresses of the maps.
     """
-    pointers, maps = 2, 3
-    table = pointers
+    written, maps = 3, 3
+    table = written
     values = table + maps + len(parameters)
     block = (ctypes.c_uint64 * (values + len(parameters)))()
     base = ctypes.addressof(block)
-    pointer = 0
+    value = 0
     for i, parameter in enumerate(parameters):
-        if parameter == POINTER:
-            block[table + maps + i] = base + 8 * pointer
-            pointer += 1
+        if parameter in (POINTER, (I32, ROWS)):
+            block[table + maps + i] = base + 8 * value
+            value += 1
         else:
             block[table + maps + i] = base + 8 * (values + i)
             struct.pack_into(parameter[0], block, 8 * (values + i), parameter[1])

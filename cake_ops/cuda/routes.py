@@ -2,7 +2,7 @@
 
 A route is found by the call's own tensors (shapes, strides, dtypes, devices, alignment), never by their
 identity, and holds none of them. A call with other tensors of the same geometry runs the same route with
-its own addresses.
+its own addresses. The number of rows M enters as a bucket alone: in training it changes at every step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .._explanation import Explanation
+from .config import rows_bucket
 
 MAX_ROUTES = 1024
 
@@ -64,10 +65,12 @@ class RouteCache:
             self._routes.clear()
 
 
-def call_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
-    """The geometry of three tensors."""
+def rows_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
+    """The geometry of three tensors, of which the first has M rows."""
+    shape = a.shape
     return (
-        a.shape,
+        rows_bucket(shape[0]) if shape else None,
+        shape[1:],
         b.shape,
         c.shape,
         a.stride(),
@@ -84,9 +87,15 @@ def call_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
     )
 
 
+def columns_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
+    """The geometry of three tensors, of which the first two should have M rows."""
+    rows, columns, shape, *rest = rows_key(a, b, c)
+    return a.shape[:1] == shape[:1] and rows, columns, shape[1:], *rest
+
+
 def out_key(out: Tensor) -> tuple[Any, ...]:
-    """The geometry of a tensor that is written."""
-    return out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15
+    """The geometry of a tensor that is written; its first size follows from the others of the call."""
+    return out.shape[1:], out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15
 
 
 def clear_caches() -> None:

@@ -1,8 +1,8 @@
 """TMA tensor maps: how a kernel's bulk copies address an operand.
 
 A map encodes an address and a geometry, not contents, so it stays valid however often the memory behind
-it changes owner. Each :class:`MapTable` holds the maps of one geometry by address (an encode costs 2 us on
-the host of an H200, a look-up 0.1); it is bounded and keeps no tensor alive.
+it changes owner. Each :class:`MapTable` holds the maps of one geometry by address and number of rows (an
+encode costs 2 us on the host of an H200, a look-up 0.1); it is bounded and keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .config import TensorMapGeometry
+from .config import ROWS, TensorMapGeometry
 from .driver import bind_context, check, driver
 
-MAX_ADDRESSES = 64
+MAX_ADDRESSES = 256
 """Maps kept for one geometry: more than the buffers a training step rotates through."""
 
 _DTYPES = {"bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", "f32": "CU_TENSOR_MAP_DATA_TYPE_FLOAT32"}
@@ -23,28 +23,31 @@ Entry = tuple[int, Any]
 
 
 class MapTable:
-    """The tensor maps of one geometry, by address."""
+    """The tensor maps of one geometry, by address and, where a dimension is ``ROWS``, number of rows."""
 
     __slots__ = ("_device", "_entries", "_geometry", "_lock", "get")
 
     def __init__(self, geometry: TensorMapGeometry, device: int) -> None:
         self._geometry, self._device = geometry, device
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[tuple[int, int], Entry] = {}
         self._lock = threading.Lock()
         self.get = self._entries.get
 
-    def add(self, address: int) -> Entry:
-        """Encodes the map of ``address`` and keeps it, in the place of the oldest one when full."""
+    def add(self, key: tuple[int, int]) -> Entry:
+        """Encodes the map of ``(address, rows)`` and keeps it, in the place of the oldest one when full.
+
+        ``rows`` is 0 for a geometry without ``ROWS``.
+        """
         bind_context(self._device)  # the driver may refuse to encode in a thread without a context
-        entry = _encode(address, self._geometry)
+        entry = _encode(*key, self._geometry)
         with self._lock:
             if len(self._entries) >= MAX_ADDRESSES:
                 del self._entries[next(iter(self._entries))]
-            self._entries[address] = entry
+            self._entries[key] = entry
         return entry
 
 
-def _encode(address: int, geometry: TensorMapGeometry) -> Entry:
+def _encode(address: int, rows: int, geometry: TensorMapGeometry) -> Entry:
     cu = driver()
     rank = len(geometry.dims)
     owner = check(
@@ -52,7 +55,7 @@ def _encode(address: int, geometry: TensorMapGeometry) -> Entry:
             getattr(cu.CUtensorMapDataType, _DTYPES[geometry.dtype]),
             rank,
             address,
-            [cu.cuuint64_t(n) for n in geometry.dims],
+            [cu.cuuint64_t(rows if n == ROWS else n) for n in geometry.dims],
             [cu.cuuint64_t(n) for n in geometry.strides],
             [cu.cuuint32_t(n) for n in geometry.box],
             [cu.cuuint32_t(1)] * rank,

@@ -122,6 +122,7 @@ __device__ __forceinline__ void skip_mainloop(const Pipeline& pipeline,
                                               int lane) {
   for (int k_block = 0; k_block < k_blocks; ++k_block) {
     pipeline.consumer_wait(state);
+    __syncwarp();  // every lane has seen the stage full before any lets it go
     pipeline.consumer_release(state.stage, lane);
     state.advance();
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="of the weights, the batches and the sample; default: 0",
+    )
+    add(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="CPU threads; default: half of the cores (where another program takes one of two cores,"
+        " two threads that wait for each other are ten times as slow as one)",
     )
     add(
         "--compile",
@@ -167,6 +175,7 @@ def prepare(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
         seed=options.seed,
         compile=options.compile,
     )
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // 2))
     corpus = read_corpus(config.device)
     if len(corpus.held_out) <= shape.context:
         raise SystemExit(

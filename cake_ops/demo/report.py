@@ -77,7 +77,8 @@ def _name(dtype: torch.dtype) -> str:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{device.type} ({threads} thread{'s' * (threads > 1)})"
 
 
 class Progress:

@@ -1,4 +1,5 @@
-# Everything a developer runs, from a fresh clone: `make test`, `make demo`, `make lint`, `make bench`.
+# Everything a developer runs, from a fresh clone: `make test`, `make demo`, `make lint`, `make bench`, and
+# `make test-clients`, the tests with frameworks that use the package.
 #
 # The first target that needs the package installs it, editable, into the active virtual environment or
 # into .venv; Python edits are then seen at once, and an edit in csrc/ rebuilds the kernels at the next
@@ -26,10 +27,18 @@ endif
 CUDA_SOURCES := $(wildcard csrc/kernels/*.cu csrc/include/cake/*.cuh)
 
 .DEFAULT_GOAL := test
-.PHONY: test demo bench lint format install clean
+.PHONY: test test-clients demo bench lint format install clean
 
 test: $(INSTALLED)
 	$(PYTHON) -m pytest $(ARGS)
+
+# torchtitan asks for much that its MoE layers do not need, hence --no-deps. It imports triton, which a CPU
+# build of torch does not bring.
+test-clients: $(INSTALLED)
+	$(PYTHON) -m pip install --quiet "transformers==5.24.*" tyro
+	$(PYTHON) -m pip install --quiet --no-deps torchtitan==0.3.0 spmd_types==0.2.3
+	$(PYTHON) -c "import triton" 2>/dev/null || $(PYTHON) -m pip install --quiet --no-deps triton
+	$(PYTHON) -m pytest -m client $(ARGS)
 
 demo: $(INSTALLED)
 	$(PYTHON) -m cake_ops.demo $(ARGS)

@@ -1,0 +1,229 @@
+"""Experts and routers of Hugging Face transformers on the grouped GEMM and the router GEMM.
+
+transformers lets a model's experts be computed by any function in its registry. :func:`register` puts
+:func:`experts_forward` there, and ``experts_implementation="cake"`` selects it. The choices (token, expert) are
+sorted by expert once, and nothing waits for the device. Three things differ from transformers' own
+``grouped_mm``:
+
+* **Sentinels need no mask.** With expert parallelism, choices of experts that live on another rank have ids of
+  ``num_experts`` and above. They sort behind the last group, where the operators read nothing and write
+  zeros, in the forward and in the data gradient.
+* **The routing weight multiplies the input of the down projection**, not its output. The result is the same
+  since the product is linear, and the rows are shorter. The down projection is then the last operator here
+  that saves tensors, in most models the last of the whole layer: recomputing a checkpointed layer stops
+  there (PyTorch's *early stop*), and the projection is not computed a second time. Where a norm follows
+  the projection the weight has to stay behind it.
+* **Sums over a token's choices are gathers**, in both directions: no atomics, a fixed order.
+
+:func:`use_router_mm` is independent of that: it makes the logits of a model's routers FP32 products.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..grouped_mm import grouped_mm
+from ..router_mm import router_mm
+
+__all__ = ["experts_forward", "register", "use_router_mm"]
+
+NAME = "cake"
+OLDEST = "5.17"  # the oldest release whose registry was checked against this module
+
+
+def register() -> None:
+    """Adds ``"cake"`` to transformers' registry of experts implementations; calling it again changes nothing.
+
+    Select it with ``experts_implementation="cake"`` in ``from_pretrained`` or ``from_config``, or with
+    ``model.set_experts_implementation("cake")``.
+
+    Raises:
+        ImportError: transformers is missing or older than 5.17.
+    """
+    needs = f"cake_ops.integrations.transformers needs transformers >= {OLDEST}"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{needs}, which is not installed") from error
+    from packaging.version import Version
+
+    if Version(transformers.__version__).release < Version(OLDEST).release:
+        raise ImportError(f"{needs}, found {transformers.__version__}")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of an experts module (one decorated with ``use_experts_implementation``).
+
+    Args:
+        self: the module: its weights [E, out, in], or [E, in, out] with ``is_transposed`` (both are read
+            in place), biases, activation, and the flags of the decorator.
+        hidden_states: [T, H].
+        top_k_index: [T, k] int64; ids of ``num_experts`` and above contribute nothing.
+        top_k_weights: [T, k], FP32 or the dtype of the tokens.
+
+    Returns:
+        [T, H] in the dtype of ``hidden_states``. Products are computed in the dtype of the weights, under
+        autocast in BF16; sums over the choices in FP32 or wider.
+    """
+    top_k = top_k_index.shape[1]
+    expert, order = top_k_index.flatten().int().sort(stable=True)
+    experts = torch.arange(self.num_experts, device=expert.device, dtype=expert.dtype)
+    offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    positions = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, positions)
+
+    up = self.gate_up_proj if self.has_gate else self.up_proj
+    autocast = torch.is_autocast_enabled(hidden_states.device.type)
+    dtype = torch.bfloat16 if autocast else up.dtype
+    token = order // top_k  # of each row
+    rows = _Dispatch.apply(hidden_states, token, inverse, top_k, dtype)
+    # A permutation of single numbers; kept in its dtype, for FP32 weights are to be rounded once.
+    weight = _Dispatch.apply(top_k_weights.reshape(-1, 1), order, inverse, 1, top_k_weights.dtype)
+
+    y = grouped_mm(rows, _as_stored(self, up), offs)
+    if self.has_bias:
+        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        y = y + _bias(rows.new_ones(len(rows), 1), bias, offs)
+    hidden = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+
+    down = _as_stored(self, self.down_proj)
+    normed = getattr(self, "has_post_expert_norm", False)
+    if not normed:
+        hidden = (hidden * weight).to(dtype)
+    if self.has_bias:  # before the product, which is to be the last to save
+        factor = torch.ones_like(weight) if normed else weight
+        y = _bias(factor.to(dtype), self.down_proj_bias, offs) + grouped_mm(hidden, down, offs)
+    else:
+        y = grouped_mm(hidden, down, offs)
+    if normed:
+        y = self.post_expert_norm(y) * weight
+    return _Combine.apply(y, token, inverse, top_k, hidden_states.dtype)
+
+
+def _as_stored(experts: nn.Module, weight: Tensor) -> Tensor:
+    """The weight as [E, N, K], a view."""
+    return weight.transpose(-2, -1) if experts.is_transposed else weight
+
+
+def _bias(factor: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """``factor[m] * bias[e]`` as a product with one column: rows of no group get no bias, and the gradient
+    of the bias is summed in FP32, that of ``bias[expert]`` in the dtype of the bias."""
+    return grouped_mm(factor, bias.unsqueeze(-1), offs)
+
+
+def _sum_rows(rows: Tensor, inverse: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Rows [R, D] sorted by expert -> the sum of each token's ``top_k`` rows, [T, D]."""
+    r, d = rows.shape
+    return rows[inverse].view(r // top_k, top_k, d).sum(1, dtype=dtype)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens [T, D] -> rows [R, D], each the token ``source[r]``; the gradient is a gather and a sum."""
+
+    @staticmethod
+    def forward(ctx, x, source, inverse, top_k, dtype):  # type: ignore[override]
+        ctx.save_for_backward(inverse)
+        ctx.top_k, ctx.dtype = top_k, x.dtype
+        return x.to(dtype)[source]
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return _sum_rows(g, inverse, ctx.top_k, ctx.dtype), None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows [R, D] -> the sum of each token's rows [T, D]; the gradient is a gather.
+
+    ``source`` is an attribute and not a saved tensor: a save behind the down projection would make a
+    checkpoint recompute that projection to get there. It costs 8 bytes a row until the graph is freed.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, source, inverse, top_k, dtype):  # type: ignore[override]
+        ctx.source, ctx.dtype = source, rows.dtype
+        return _sum_rows(rows, inverse, top_k, dtype)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g.to(ctx.dtype)[ctx.source], None, None, None, None
+
+
+def use_router_mm(model: nn.Module) -> list[str]:
+    """Makes the routers of ``model`` compute FP32 logits with :func:`cake_ops.router_mm`.
+
+    Within the forward of a router, ``F.linear`` becomes the router GEMM; what the router does with its logits
+    (softmax or sigmoid, groups, top-k, scale) stays as it is, and so do parameters, their names and
+    ``isinstance``. It serves routers that hold their ``weight`` themselves and hand it to ``F.linear``, such
+    as those of Qwen3-MoE, Mixtral, DeepSeek-V3 and gpt-oss. Calling it again changes nothing. Call it
+    before parallelism replaces the forward of a router.
+
+    Returns:
+        The names of the routers.
+
+    Raises:
+        ValueError: no router, or one that is built in another way. Nothing has been changed then.
+    """
+    routers = {}
+    for name, block in model.named_modules():
+        if not hasattr(getattr(block, "experts", None), "is_concatenated"):
+            continue  # its experts, if any, do not dispatch through the registry
+        child = "gate" if hasattr(block, "gate") else "router"
+        router, path = getattr(block, child, None), f"{name}.{child}".lstrip(".")
+        if not _calls_linear(router):
+            raise ValueError(
+                f"use_router_mm: {path} must be a router with a parameter weight [E, H] whose own forward"
+                f" hands it to F.linear, got {type(router).__name__}"
+            )
+        routers[path] = router
+    if not routers:
+        raise ValueError(f"use_router_mm: {type(model).__name__} has no router beside its experts")
+    for router in routers.values():
+        if not isinstance(router, _RouterMM):
+            router.__class__ = _on_router_mm(type(router))
+    return list(routers)
+
+
+def _calls_linear(router: Any) -> bool:
+    if isinstance(router, _RouterMM):
+        return True
+    if getattr(getattr(router, "weight", None), "ndim", 0) != 2 or "forward" in vars(router):
+        return False
+    return "linear" in inspect.unwrap(type(router).forward).__code__.co_names
+
+
+class _RouterMM:
+    """The forward of a router class with the product exchanged; comes first among its bases."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _LinearIsRouterMM():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+@cache
+def _on_router_mm(router: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Cake{router.__name__}", (_RouterMM, router), {})
+
+
+class _LinearIsRouterMM(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return (_logits if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _logits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    logits = router_mm(input.reshape(-1, input.shape[-1]), weight)
+    if bias is not None:
+        logits = logits + bias.float()
+    return logits.view(*input.shape[:-1], weight.shape[0])

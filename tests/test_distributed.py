@@ -5,6 +5,7 @@ The ranks are two processes that run this file as a script, once for all tests; 
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -279,6 +280,7 @@ def worker(rank: int, folder: Path) -> None:
             report[name] = traceback.format_exc()
     (folder / f"report{rank}").write_bytes(pickle.dumps(report))
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort the teardown of the interpreter: pytorch/pytorch#179291
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Turns one compute function into the launches of an operator in all its forms, plain, ``_out`` and ``_``.
+"""Turns one function into the launches of an operator in all its forms, plain, ``_out`` and ``_``.
 
-For backends that compute through torch; the CUDA kernels have launches of their own, which check a call only
-when its geometry is new.
+:func:`serve` is for backends that compute through torch. The CUDA kernels have a plain launch of their own, which
+checks a call only when its geometry is new; their writing forms are made by :func:`serve_into` too.
 """
 
 from __future__ import annotations
@@ -37,17 +37,6 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
         compute(name, out, False, *tensors)
         return out
 
-    def launch_out(*tensors: Tensor, out: Tensor, deterministic=True) -> None:
-        write(f"{name}_out", out, False, tensors)
-
-    def launch_accumulate(out: Tensor, *tensors: Tensor, deterministic=True) -> None:
-        write(f"{name}_", out, True, tensors)
-
-    def write(op: str, out: Tensor, accumulate: bool, tensors: tuple[Tensor, ...]) -> None:
-        problem.check_out(op, out, *tensors)
-        problem.check_no_overlap(op, out, *tensors)
-        compute(op, out, accumulate, *tensors)
-
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
         problem.result(*tensors, out_dtype=out_dtype)
         return Explanation("torch", how)
@@ -56,6 +45,25 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
         return (lambda: compute(name, out, False, *tensors)), Explanation("torch", how)
 
     OPS[name].explain[device], OPS[name].prepare[device] = explain, prepare
-    for suffix, form in (("", launch), ("_out", launch_out), ("_", launch_accumulate)):
+    OPS[name].serve(device, launch)
+    serve_into(device, name, compute)
+
+
+def serve_into(device: str, name: str, write: Compute) -> None:
+    """Registers the forms of ``name`` that write or add into a tensor of the caller, which they check."""
+    problem = PROBLEMS[name]
+
+    def launch_out(*tensors: Tensor, out: Tensor, deterministic=True) -> None:
+        checked(f"{name}_out", out, False, tensors)
+
+    def launch_accumulate(out: Tensor, *tensors: Tensor, deterministic=True) -> None:
+        checked(f"{name}_", out, True, tensors)
+
+    def checked(op: str, out: Tensor, accumulate: bool, tensors: tuple[Tensor, ...]) -> None:
+        problem.check_out(op, out, *tensors)
+        problem.check_no_overlap(op, out, *tensors)
+        write(op, out, accumulate, *tensors)
+
+    for suffix, form in (("_out", launch_out), ("_", launch_accumulate)):
         if name + suffix in OPS:
             OPS[name + suffix].serve(device, form)

@@ -1,17 +1,19 @@
-"""Dense and batched projection GEMM on the CPU, in FP32 (FP64 for FP64 operands)."""
+"""Dense and batched projection GEMM on the CPU, in FP32 (FP64 for FP64 operands).
+
+``OPERANDS`` says for each operator which two matrices, or batches of them, are multiplied; the CUDA backend
+multiplies the same ones.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .._serve import serve
 
-HOW = "one FP32 product"
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+Operands = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -19,33 +21,28 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(t.shape[:-1].numel(), t.shape[-1])
 
 
-def dense_mm(op: str, y: Tensor, accumulate: bool, x: Tensor, w: Tensor) -> None:
-    y.copy_(torch.mm(_wide(_rows(x)), _wide(w).t()).view(y.shape))
+OPERANDS: dict[str, Operands] = {
+    "dense_mm": lambda x, w: (_rows(x), w.t()),
+    "dense_mm_dgrad": lambda g, w: (_rows(g), w),
+    "dense_mm_wgrad": lambda g, x: (_rows(g).t(), _rows(x)),
+    "batched_mm": lambda x, w: (x, w.mT),
+    "batched_mm_dgrad": lambda g, w: (g, w),
+    "batched_mm_wgrad": lambda g, x: (g.mT, x),
+}
 
 
-def dense_mm_dgrad(op: str, dx: Tensor, accumulate: bool, g: Tensor, w: Tensor) -> None:
-    dx.copy_(torch.mm(_wide(_rows(g)), _wide(w)).view(dx.shape))
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def dense_mm_wgrad(op: str, dw: Tensor, accumulate: bool, g: Tensor, x: Tensor) -> None:
-    dw.copy_(torch.mm(_wide(_rows(g)).t(), _wide(_rows(x))))
+def _serve(name: str, operands: Operands) -> None:
+    def compute(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor) -> None:
+        a, b = map(_wide, operands(a, b))
+        multiply = torch.mm if a.dim() == 2 else torch.bmm
+        out.copy_(multiply(a, b).view(out.shape))
+
+    serve("CPU", name, compute, "one FP32 product")
 
 
-def batched_mm(op: str, y: Tensor, accumulate: bool, x: Tensor, w: Tensor) -> None:
-    y.copy_(torch.bmm(_wide(x), _wide(w).mT))
-
-
-def batched_mm_dgrad(op: str, dx: Tensor, accumulate: bool, g: Tensor, w: Tensor) -> None:
-    dx.copy_(torch.bmm(_wide(g), _wide(w)))
-
-
-def batched_mm_wgrad(op: str, dw: Tensor, accumulate: bool, g: Tensor, x: Tensor) -> None:
-    dw.copy_(torch.bmm(_wide(g).mT, _wide(x)))
-
-
-serve("CPU", "dense_mm", dense_mm, HOW)
-serve("CPU", "dense_mm_dgrad", dense_mm_dgrad, HOW)
-serve("CPU", "dense_mm_wgrad", dense_mm_wgrad, HOW)
-serve("CPU", "batched_mm", batched_mm, HOW)
-serve("CPU", "batched_mm_dgrad", batched_mm_dgrad, HOW)
-serve("CPU", "batched_mm_wgrad", batched_mm_wgrad, HOW)
+for _name, _operands in OPERANDS.items():
+    _serve(_name, _operands)

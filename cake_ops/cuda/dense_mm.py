@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from .._serve import serve
+from ..cpu.dense_mm import OPERANDS, Operands
 
 
-def _rows(t: Tensor) -> Tensor:
-    """[.., C] as [M, C]; also when C or a leading dimension is zero."""
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
-
-
-def _serve_cublas(name: str, operands: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+def _serve_cublas(name: str, operands: Operands) -> None:
     def compute(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor) -> None:
         a, b = operands(a, b)
         multiply = torch.mm if a.dim() == 2 else torch.bmm
@@ -29,9 +23,5 @@ def _serve_cublas(name: str, operands: Callable[[Tensor, Tensor], tuple[Tensor, 
     serve("CUDA", name, compute, "cuBLAS")
 
 
-_serve_cublas("dense_mm", lambda x, w: (_rows(x), w.t()))
-_serve_cublas("dense_mm_dgrad", lambda g, w: (_rows(g), w))
-_serve_cublas("dense_mm_wgrad", lambda g, x: (_rows(g).t(), _rows(x)))
-_serve_cublas("batched_mm", lambda x, w: (x, w.mT))
-_serve_cublas("batched_mm_dgrad", lambda g, w: (g, w))
-_serve_cublas("batched_mm_wgrad", lambda g, x: (g.mT, x))
+for _name, _operands in OPERANDS.items():
+    _serve_cublas(_name, _operands)

@@ -18,6 +18,7 @@ from .._checks import check_offs_values
 from .._explanation import Explanation
 from .._library import OPS
 from .._problem import PROBLEMS
+from .._serve import serve_into
 from .config import policies
 from .device import no_kernels_reason
 from .driver import kernel
@@ -109,33 +110,19 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
     op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare
 
 
-def _serve_into(op: str, name: str, make: MakeRoute) -> None:
-    """A form ``op`` of the operator ``name`` that writes or adds into a tensor of the caller."""
-    problem = PROBLEMS[name]
+def _serve_into(name: str, make: MakeRoute, make_add: MakeRoute | None = None) -> None:
+    """The forms that write, or with ``make_add`` add, into a tensor of the caller."""
 
-    def write(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
-        problem.check_out(op, out, a, b, offs)
-        problem.check_no_overlap(op, out, a, b, offs)
+    def write(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor, offs: Tensor) -> None:
         _check_offs(op, offs, a.shape[0])
-        into_route(make, out, a, b, offs).run(out, a, b, offs)
+        into_route(make_add if accumulate else make, out, a, b, offs).run(out, a, b, offs)
 
-    def launch_out(
-        a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True, out: Tensor
-    ) -> None:
-        write(out, a, b, offs)
-
-    def launch_accumulate(
-        out: Tensor, a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True
-    ) -> None:
-        write(out, a, b, offs)
-
-    OPS[op].serve("CUDA", launch_out if op.endswith("_out") else launch_accumulate)
+    serve_into("CUDA", name, write)
 
 
 _serve_plain("grouped_mm", rows_route)
 _serve_plain("grouped_mm_dgrad", dgrad_route)
 _serve_plain("grouped_mm_wgrad", columns_route)
-_serve_into("grouped_mm_out", "grouped_mm", rows_route)
-_serve_into("grouped_mm_dgrad_out", "grouped_mm_dgrad", dgrad_route)
-_serve_into("grouped_mm_wgrad_out", "grouped_mm_wgrad", columns_route)
-_serve_into("grouped_mm_wgrad_", "grouped_mm_wgrad", columns_add_route)
+_serve_into("grouped_mm", rows_route)
+_serve_into("grouped_mm_dgrad", dgrad_route)
+_serve_into("grouped_mm_wgrad", columns_route, columns_add_route)

@@ -61,7 +61,7 @@ class Plan:
         maps: tuple[TensorMapGeometry, TensorMapGeometry, TensorMapGeometry],
         parameters: tuple[Any, ...],
     ) -> None:
-        # The launch is one closure: attribute look-ups and calls would cost 2 of its 6 us. It refers
+        # The launch is one closure: attribute look-ups and calls cost 0.9 of its 6.5 us. It refers
         # neither to itself nor to the plan: training loops switch the garbage collector off, and an
         # evicted plan must go all the same.
         handle = kernel(name, device, smem_bytes)

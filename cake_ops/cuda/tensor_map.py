@@ -2,7 +2,7 @@
 
 A map encodes an address and a geometry, not contents, so it stays valid however often the memory behind
 it changes owner. Each :class:`MapTable` holds the maps of one geometry by address and number of rows (an
-encode costs 2 us on the host of an H200, a look-up 0.1); it is bounded and keeps no tensor alive.
+encode costs 2 us on the host of an H200); it is bounded and keeps no tensor alive.
 """
 
 from __future__ import annotations

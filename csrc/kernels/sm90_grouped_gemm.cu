@@ -232,8 +232,6 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
 
 }  // namespace cake
 
-#define CAKE_CONCATENATE_(a, b) a##b
-#define CAKE_CONCATENATE(a, b) CAKE_CONCATENATE_(a, b)
 using Config = cake::config::CAKE_CONFIG;
 
 extern "C" __global__ void __cluster_dims__(Config::kClusterM, 1, 1)

@@ -4,6 +4,10 @@
 // same sources. A CUtensorMap is 128 opaque bytes for device code: only its address matters.
 #pragma once
 
+// Joins the kernel's stem and its config, once they are expanded, to the symbol of an instance.
+#define CAKE_CONCATENATE_(a, b) a##b
+#define CAKE_CONCATENATE(a, b) CAKE_CONCATENATE_(a, b)
+
 namespace cake {
 
 using u16 = unsigned short;

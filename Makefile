@@ -1,5 +1,5 @@
-# Everything a developer runs, from a fresh clone: `make test`, `make demo`, `make lint`, `make bench`, and
-# `make test-clients`, the tests with frameworks that use the package.
+# Everything a developer runs, from a fresh clone: `make test`, `make demo`, `make lint`, `make bench`,
+# `make test-clients` (the tests with frameworks that use the package) and `make docs` (the API page).
 #
 # The first target that needs the package installs it, editable, into the active virtual environment or
 # into .venv; Python edits are then seen at once, and an edit in csrc/ rebuilds the kernels at the next
@@ -27,16 +27,17 @@ endif
 CUDA_SOURCES := $(wildcard csrc/kernels/*.cu csrc/include/cake/*.cuh)
 
 .DEFAULT_GOAL := test
-.PHONY: test test-clients demo bench lint format install clean
+.PHONY: test test-clients demo bench docs lint format install clean
 
 test: $(INSTALLED)
 	$(PYTHON) -m pytest $(ARGS)
 
-# torchtitan asks for much that its MoE layers do not need, hence --no-deps. It imports triton, which a CPU
-# build of torch does not bring.
+# torchtitan, kernels and lightning ask for much that their layers and loops do not need, hence --no-deps.
+# torchtitan imports triton, which a CPU build of torch does not bring.
 test-clients: $(INSTALLED)
 	$(PYTHON) -m pip install --quiet "transformers==5.24.*" tyro
-	$(PYTHON) -m pip install --quiet --no-deps torchtitan==0.3.0 spmd_types==0.2.3
+	$(PYTHON) -m pip install --quiet --no-deps torchtitan==0.3.0 spmd_types==0.2.3 \
+		kernels==0.17.2 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
 	$(PYTHON) -c "import triton" 2>/dev/null || $(PYTHON) -m pip install --quiet --no-deps triton
 	$(PYTHON) -m pytest -m client $(ARGS)
 
@@ -45,6 +46,9 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(PYTHON) -m cake_ops.bench host $(ARGS)
+
+docs: # reads the sources and imports nothing, so nothing has to be installed
+	python3 docs/generate_api.py
 
 lint: $(INSTALLED)
 	ruff check

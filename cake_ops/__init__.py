@@ -20,7 +20,7 @@ from ._library import NAMESPACE as NAMESPACE  # first: it stops a second copy of
 # These register fakes, gradients, rules and backends.
 from . import meta as meta, _formulas as _formulas, _rules as _rules  # isort: skip
 from . import cpu as cpu, cuda as cuda  # isort: skip
-from . import functional, nn, testing
+from . import functional, nn, profiling, testing
 from .dense_mm import (
     batched_mm,
     batched_mm_dgrad,
@@ -56,6 +56,7 @@ __all__ = [
     "linear",
     "nn",
     "prepare",
+    "profiling",
     "router_mm",
     "router_mm_dgrad",
     "router_mm_wgrad",

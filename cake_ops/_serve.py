@@ -7,12 +7,14 @@ checks a call only when its geometry is new; their writing forms are made by :fu
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import DEBUG
 
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
 from ._explanation import Explanation
 from ._library import OPS
+from ._log import LOGGER, log_torch
 from ._problem import PROBLEMS
 
 Compute = Callable[..., None]
@@ -25,8 +27,11 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
     ``how`` says in a few words how it computes; :func:`cake_ops.explain` shows it.
     """
     problem = PROBLEMS[name]
+    has_rows = tuple(argument in ("x", "g") for argument in problem.arguments)
 
     def compute(*call) -> None:
+        if LOGGER.isEnabledFor(DEBUG):
+            log_torch(how, has_rows, *call)
         # A result is new to autograd: its version stays 0. Autocast has had its say above: a writing form
         # or a prepared launch may run inside it, and its own products must not be cast.
         with _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():

@@ -119,10 +119,12 @@ def warmup(device: torch.device | int | None = None) -> None:
     does nothing where there is no CUDA device or no kernel for it.
     """
     if torch.cuda.is_available():
-        from .cuda.grouped_mm import load_kernels
+        from .cuda import grouped_mm, router_mm
 
         index = torch.cuda.current_device() if device is None else torch.device(device).index
-        load_kernels(torch.cuda.current_device() if index is None else index)
+        index = torch.cuda.current_device() if index is None else index
+        grouped_mm.load_kernels(index)
+        router_mm.load_kernels(index)
 
 
 def clear_caches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,37 +14,81 @@ from typing import Any, NamedTuple
 import pytest
 import reference
 import torch
-from forms import NAN, assert_close, select
+from forms import CANARY, NAN, assert_close, select
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import cake_ops
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 DEVICE = torch.device("cuda")
 PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
+ROUTER_PRODUCTS = ("router_mm", "router_mm_dgrad", "router_mm_wgrad")
+FAMILIES = ("grouped_mm", "router_mm")  # those with kernels of their own
+EVERY_PRODUCT = (*PRODUCTS, *ROUTER_PRODUCTS)
 
 # Hopper's tensor cores truncate their FP32 sums: 3.2e-6 after 6144 terms of zero mean on an H200.
 FP32_SUMS = 1e-5
+ROUTER_TOLERANCE = 5e-7  # of every FP32 result of the router, as its module says
+
+SIZES = [97, 0, 64, 1, 138]
+OTHER_SIZES = ([0, 300, 0, 0, 0], [60, 60, 60, 60, 60], [0, 0, 0, 0, 0], [1, 2, 290, 3, 4], SIZES)
 
 
 class Problem(NamedTuple):
-    """The tensors of one grouped GEMM on the GPU."""
+    """The tensors of one grouped GEMM, or without ``offs`` those of one router GEMM, on the GPU."""
 
     x: Tensor
     w: Tensor
     g: Tensor
-    offs: Tensor
+    offs: Tensor | None = None
+
+    @property
+    def products(self) -> tuple[str, str, str]:
+        """The forward, the data gradient and the weight gradient."""
+        return ROUTER_PRODUCTS if self.offs is None else PRODUCTS
+
+    @property
+    def present(self) -> tuple[Tensor, ...]:
+        return self[:3] if self.offs is None else self
 
     def tensors(self, name: str) -> tuple[Tensor, ...]:
-        return select(name, *self)
+        return select(name, *self.present)
 
     def run(self, name: str, **options: Any) -> Tensor:
         return getattr(cake_ops, name)(*self.tensors(name), **options)
 
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """The forward of other operands, such as leaves of autograd."""
+        return getattr(cake_ops, self.products[0])(x, w, *self.present[3:])
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """y, dx and dw of a forward and backward pass."""
+        x, w = self.x.detach().requires_grad_(), self.w.detach().requires_grad_()
+        y = self.forward(x, w)
+        return (y.detach(), *torch.autograd.grad(y, (x, w), self.g))
+
+    def renew(self, sizes: list[int]) -> None:
+        """Other values and other offsets in the same memory."""
+        for t in (self.x, self.w, self.g):
+            t.normal_()
+        if self.offs is not None:
+            self.offs.copy_(reference.offsets(sizes))
+
     def expected(self, name: str) -> Tensor:
         return reference.PRODUCTS[name](*self.tensors(name))
+
+    @property
+    def fp32_bound(self) -> float:
+        return ROUTER_TOLERANCE if self.offs is None else FP32_SUMS
+
+    def check(self, name: str, actual: Tensor) -> None:
+        check(actual, self.expected(name), self.fp32_bound)
+
+    def check_step(self, results: tuple[Tensor, ...]) -> None:
+        for name, result in zip(self.products, results, strict=True):
+            self.check(name, result)
 
 
 def problem(sizes: list[int], n: int, k: int, tail: int = 0, device: Any = None) -> Problem:
@@ -57,6 +102,48 @@ def problem(sizes: list[int], n: int, k: int, tail: int = 0, device: Any = None)
     return Problem(x, w, g, reference.offsets(sizes, device))
 
 
+def router(
+    tokens: int,
+    experts: int,
+    hidden: int,
+    x_dtype: torch.dtype = FP32,
+    w_dtype: torch.dtype = FP32,
+    g_dtype: torch.dtype = FP32,
+    device: Any = None,
+) -> Problem:
+    """Random operands of the router."""
+    device = DEVICE if device is None else device
+    return Problem(
+        torch.randn(tokens, hidden, device=device).to(x_dtype),
+        torch.randn(experts, hidden, device=device).to(w_dtype),
+        torch.randn(tokens, experts, device=device).to(g_dtype),
+    )
+
+
+def small(family: str, device: Any = None) -> Problem:
+    """300 rows, N = 136, K = H = 72: what every kernel reads and writes in place."""
+    if family == "router_mm":
+        return router(300, 136, 72, device=device)
+    return problem(SIZES, 136, 72, device=device)
+
+
+def small_of(name: str) -> Problem:
+    return small(name.partition("_mm")[0] + "_mm")
+
+
+def bordered(shape: torch.Size, dtype: torch.dtype, value: float = CANARY) -> tuple[Tensor, Tensor]:
+    """A buffer of ``value``, and a view with eight rows and columns of it on every side."""
+    buffer = torch.full((*shape[:-2], shape[-2] + 16, shape[-1] + 16), value, device=DEVICE)
+    buffer = buffer.to(dtype)
+    return buffer, buffer[..., 8:-8, 8:-8]
+
+
+def assert_borders(buffer: Tensor) -> None:
+    border = buffer.clone()
+    border[..., 8:-8, 8:-8] = CANARY
+    assert (border == CANARY).all()
+
+
 def wait(seconds: float = 30) -> None:
     """Waits for the current stream. A kernel that hangs ends the session, for nothing can run after it."""
     done = torch.cuda.Event()
@@ -68,11 +155,10 @@ def wait(seconds: float = 30) -> None:
         time.sleep(1e-4)
 
 
-def check(actual: Tensor, expected: Tensor) -> None:
+def check(actual: Tensor, expected: Tensor, fp32_bound: float = FP32_SUMS) -> None:
     """Waits with a limit, then compares with an FP64 reference; a weight gradient expert by expert."""
     wait()
-    fp32 = actual.dtype == torch.float32
-    bound = FP32_SUMS if fp32 else reference.tolerance(actual.dtype)
+    bound = fp32_bound if actual.dtype == FP32 else reference.tolerance(actual.dtype)
     assert_close(actual, expected, bound)
     if actual.dim() == 3 and actual.numel():  # a large group must not hide the error of a small one
         difference = (actual.double() - expected).abs().amax((1, 2))
@@ -81,8 +167,8 @@ def check(actual: Tensor, expected: Tensor) -> None:
 
 def check_all(p: Problem) -> None:
     """The three products of ``p``."""
-    for name in PRODUCTS:
-        check(p.run(name), p.expected(name))
+    for name in p.products:
+        p.check(name, p.run(name))
 
 
 def kernels(function: Callable[[], object]) -> list[str]:
@@ -97,18 +183,24 @@ def kernels(function: Callable[[], object]) -> list[str]:
     return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
-def grouped_kernels(function: Callable[[], object]) -> list[str]:
-    """The layouts ("nt", "nn", "wgrad") of the grouped kernels that run during ``function``."""
-    prefix = "sm90_grouped_gemm_"
-    names = (name for name in kernels(function) if name.startswith(prefix))
-    return [name.removeprefix(prefix).split("_")[0] for name in names]
+GEMM_KERNEL = re.compile(r"sm90_(?:grouped|router)_gemm_(nt|nn|tn|wgrad)_")
 
 
-def start(function: Callable[[], None]) -> subprocess.Popen[str]:
+def gemms(function: Callable[[], object]) -> list[str]:
+    """The passes ("fwd", "dgrad", "wgrad") of the package's kernels that run during ``function``.
+
+    A weight of the grouped GEMM must be stored [E, N, K]: the layout tells the pass.
+    """
+    layouts = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad", "wgrad": "wgrad"}
+    matches = map(GEMM_KERNEL.match, kernels(function))
+    return [layouts[match[1]] for match in matches if match]
+
+
+def start(function: Callable[..., None], *arguments: str) -> subprocess.Popen[str]:
     """Runs a function of a test module in a fresh process, where it is the first to use CUDA."""
     module = Path(function.__code__.co_filename).stem
     return subprocess.Popen(
-        [sys.executable, "-c", f"import {module} as m; m.{function.__name__}()"],
+        [sys.executable, "-c", f"import {module} as m; m.{function.__name__}(*{arguments})"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

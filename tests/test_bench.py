@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cake_ops
-from cake_ops.bench import arms, grouped, host, records, shapes, timing
+from cake_ops.bench import arms, grouped, host, records, shapes, suite, timing
 from cake_ops.bench.__main__ import main
 from cake_ops.bench.devices import CpuDevice, CudaDevice, gpu_events
 from cake_ops.bench.report import census_difference, render
@@ -157,9 +157,9 @@ def test_every_family_fits_in_eight_minutes_and_quick_in_one():
     rows = shapes.rows_of(shapes.large_cases() + shapes.small_cases())
     for family in ("gate_up", "down", "block", "small"):
         part = shapes.select(rows, f"^{family}")
-        assert 30 < grouped.total_seconds(part, arms.ARMS, 10) < 480
+        assert 30 < suite.total_seconds(grouped.SUITE, part, arms.ARMS, 10) < 480
     quick = shapes.quick_rows()
-    assert quick and grouped.total_seconds(quick, arms.ARMS, 10) < 50
+    assert quick and suite.total_seconds(grouped.SUITE, quick, arms.ARMS, 10) < 50
 
 
 def test_flops_count_every_gemm_of_a_call():
@@ -257,13 +257,13 @@ def test_host_time_is_the_median_of_rounds(monkeypatch):
 
 def run(device, rows, path=None, which=arms.ARMS, groups=4):
     found = records.Results(META, path)
-    failures = grouped.run(rows, device, which, groups, 0, found)
+    failures = suite.run(grouped.SUITE, rows, device, which, groups, 0, found)
     return found, failures
 
 
 def test_the_pipeline_on_a_fake_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        grouped,
+        suite,
         "host_us",
         lambda device, arms, calls: timing.host_us(device, arms, calls=2, rounds=1),
     )
@@ -367,14 +367,14 @@ def test_grouped_smoke_run_on_the_cpu(tmp_path, capsys):
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch, capsys):
-    run_row, count = grouped.run_row, itertools.count()
+    run_row, count = suite.run_row, itertools.count()
 
     def interrupted(*args):
         if next(count) == 2:
             raise KeyboardInterrupt
         return run_row(*args)
 
-    monkeypatch.setattr(grouped, "run_row", interrupted)
+    monkeypatch.setattr(suite, "run_row", interrupted)
     path = tmp_path / "r.json"
     status = main(
         ["grouped", "--device", "cpu", "--groups", "2", "--arms", "torch", "--json", str(path)]
@@ -418,6 +418,14 @@ def test_host_runs_no_kernel_and_builds_a_graph_only_with_grad():
             assert fn(*tensors).requires_grad == (mode == "grad")
 
 
+def test_host_compares_equal_products_of_the_router():
+    cases = host.router_cases("cpu")
+    assert set(cases) == set(host.ROUTER_BUDGETS)
+    for calls in cases.values():
+        cake, mm = (fn(*tensors) for fn, tensors in calls.values())
+        torch.testing.assert_close(cake, mm, rtol=1e-4, atol=1e-4)
+
+
 # ---- on the GPU
 
 
@@ -435,6 +443,21 @@ def test_measure_on_the_gpu_sees_the_kernels():
     graph, _ = timing.measure(device, {"graph": replay}, groups=3)
     assert graph["graph"].census == timings["one"].census
     torch.testing.assert_close(outputs["y"], a @ a)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_keeps_its_operands():
+    device = CudaDevice()
+
+    def captured():
+        operand = torch.ones(1 << 20, device="cuda")
+        return device.capture(lambda: {"y": operand * 2})
+
+    replay, outputs = captured()
+    others = [torch.zeros(1 << 20, device="cuda") for _ in range(4)]
+    outputs["y"].zero_()
+    replay()
+    assert bool((outputs["y"] == 2).all()) and len(others) == 4
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import assert_close, same_bits
-from gpu import BF16, DEVICE, Problem, check, grouped_kernels, kernels, problem, wait
+from gpu import BF16, DEVICE, FAMILIES, SIZES, Problem, gemms, kernels, problem, small, wait
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -21,7 +21,7 @@ import cake_ops
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [97, 0, 64, 1, 138]
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture
@@ -44,11 +44,12 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_h38_nothing_outlives_a_step(uncollected: None, backward: bool) -> None:
+@each_family
+def test_h38_nothing_outlives_a_step(uncollected: None, family: str, backward: bool) -> None:
     def step() -> list[weakref.ref[Tensor]]:
-        p = problem(SIZES, 136, 72)
+        p = small(family)
         x, w = leaves(p)
-        y = cake_ops.grouped_mm(x, w, p.offs)
+        y = p.forward(x, w)
         held = [weakref.ref(t) for t in (x, w, p.g, y)]
         if backward:
             y.backward(p.g)
@@ -62,59 +63,66 @@ def test_h38_nothing_outlives_a_step(uncollected: None, backward: bool) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("stored", ["[E, N, K]", "[E, K, N]"])
-def test_h39_the_weight_gradient_is_adopted_without_a_copy(unpoisoned: None, stored: str) -> None:
-    p = problem(SIZES, 136, 72)
+@pytest.mark.parametrize(
+    "family, stored",
+    [("grouped_mm", "[E, N, K]"), ("grouped_mm", "[E, K, N]"), ("router_mm", "[N, H]")],
+)
+def test_h39_the_weight_gradient_is_adopted_without_a_copy(
+    unpoisoned: None, family: str, stored: str
+) -> None:
+    p = small(family)
     x, w = leaves(p)
-    if stored == "[E, K, N]":
+    swapped = stored == "[E, K, N]"
+    if swapped:
         w = w.detach().mT.contiguous().requires_grad_()
 
     def weight() -> Tensor:
-        return w if stored == "[E, N, K]" else w.mT
+        return w.mT if swapped else w
 
-    cake_ops.grouped_mm(x, weight(), p.offs).backward(p.g)
+    p.forward(x, weight()).backward(p.g)
     x.grad = w.grad = None
-    y = cake_ops.grouped_mm(x, weight(), p.offs)
+    y = p.forward(x, weight())
     ran = kernels(lambda: y.backward(p.g))
-    assert len(ran) == 2 and all(name.startswith("sm90_grouped_gemm_") for name in ran)
+    prefix = f"sm90_{family.removesuffix('_mm')}_gemm_"
+    assert len(ran) == 2 and all(name.startswith(prefix) for name in ran)
     assert w.grad.stride() == w.stride()
-    expected = p.expected("grouped_mm_wgrad")
-    check(w.grad, expected if stored == "[E, N, K]" else expected.mT)
+    p.check(p.products[2], w.grad.mT if swapped else w.grad)
 
 
-# Checkpointing: the forward is the only user of layout nt
+# Checkpointing
 
 
-Block = Callable[[Tensor, Tensor, Tensor], Tensor]
+Block = Callable[[Problem, Tensor, Tensor], Tensor]
 
 
-def last(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return cake_ops.grouped_mm(F.silu(x), w, offs)
+def last(p: Problem, x: Tensor, w: Tensor) -> Tensor:
+    return p.forward(F.silu(x), w)
 
 
-def followed(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return cake_ops.grouped_mm(F.silu(x), w, offs).sin()
+def followed(p: Problem, x: Tensor, w: Tensor) -> Tensor:
+    return p.forward(F.silu(x), w).sin()
 
 
 @pytest.mark.parametrize(
     "block, early_stop, forwards", [(last, True, 1), (last, False, 2), (followed, True, 2)]
 )
+@each_family
 def test_h40_early_stop_skips_exactly_one_forward_kernel(
-    unpoisoned: None, block: Block, early_stop: bool, forwards: int
+    unpoisoned: None, family: str, block: Block, early_stop: bool, forwards: int
 ) -> None:
-    p = problem(SIZES, 136, 72)
+    p = small(family)
     x, w = leaves(p)
-    expected = torch.autograd.grad(block(x, w, p.offs), (x, w), p.g)
+    expected = torch.autograd.grad(block(p, x, w), (x, w), p.g)
     grads: list[Tensor] = []
 
     def step() -> None:
         with set_checkpoint_early_stop(early_stop):
-            y = checkpoint(block, x, w, p.offs, use_reentrant=False)
+            y = checkpoint(block, p, x, w, use_reentrant=False)
             grads[:] = torch.autograd.grad(y, (x, w), p.g)
 
     step()
-    ran = grouped_kernels(step)
-    assert sorted(ran) == ["nn", *["nt"] * forwards, "wgrad"]
+    ran = gemms(step)
+    assert sorted(ran) == ["dgrad", *["fwd"] * forwards, "wgrad"]
     assert all(same_bits(a, b) for a, b in zip(grads, expected, strict=True))
 
 
@@ -129,20 +137,23 @@ def state() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_h44_nested_regions_leave_the_state_as_it_was(unpoisoned: None, depth: int) -> None:
-    p = problem(SIZES, 136, 72)
+@each_family
+def test_h44_nested_regions_leave_the_state_as_it_was(
+    unpoisoned: None, family: str, depth: int
+) -> None:
+    p = small(family)
     x, w = leaves(p)
-    expected = torch.autograd.grad(last(x, w, p.offs), (x, w), p.g)
+    expected = torch.autograd.grad(last(p, x, w), (x, w), p.g)
 
     def nested(levels: int, *args: Tensor) -> Tensor:
         if levels == 0:
-            return last(*args)
+            return last(p, *args)
         return checkpoint(nested, levels - 1, *args, use_reentrant=False)
 
     grads: list[Tensor] = []
 
     def step() -> None:
-        grads[:] = torch.autograd.grad(nested(depth, x, w, p.offs), (x, w), p.g)
+        grads[:] = torch.autograd.grad(nested(depth, x, w), (x, w), p.g)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -150,11 +161,11 @@ def test_h44_nested_regions_leave_the_state_as_it_was(unpoisoned: None, depth: i
         before = state()
         step()
         assert state() == before
-        ran = grouped_kernels(step)
+        ran = gemms(step)
         wait()
-    assert sorted(ran) == ["nn", "nt", "wgrad"]
+    assert sorted(ran) == ["dgrad", "fwd", "wgrad"]
     assert all(same_bits(a, b) for a, b in zip(grads, expected, strict=True))
-    check(p.run("grouped_mm"), p.expected("grouped_mm"))
+    p.check(family, p.run(family))
 
 
 # Compilation

@@ -10,8 +10,18 @@ import random
 import pytest
 import torch
 from forms import CANARY, LAYOUTS, NAN
-from gpu import BF16, DEVICE, PRODUCTS, Problem, check, check_all, problem, wait
-from torch import Tensor
+from gpu import (
+    BF16,
+    DEVICE,
+    PRODUCTS,
+    Problem,
+    assert_borders,
+    bordered,
+    check,
+    check_all,
+    problem,
+    wait,
+)
 
 import cake_ops
 from cake_ops.cuda import grouped_mm
@@ -34,19 +44,6 @@ def test_h08_operands_that_end_where_their_memory_ends() -> None:
     assert p.x.nbytes == p.g.nbytes == 12 << 20
     check_all(p)
     check(p.run("grouped_mm_wgrad", out_dtype=torch.float32), p.expected("grouped_mm_wgrad"))
-
-
-def bordered(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A buffer of canaries, and a view with eight rows and columns of them on every side."""
-    buffer = torch.full((*shape[:-2], shape[-2] + 16, shape[-1] + 16), CANARY, device=DEVICE)
-    buffer = buffer.to(dtype)
-    return buffer, buffer[..., 8:-8, 8:-8]
-
-
-def assert_borders(buffer: Tensor) -> None:
-    border = buffer.clone()
-    border[..., 8:-8, 8:-8] = CANARY
-    assert (border == CANARY).all()
 
 
 @pytest.mark.parametrize("k", [64, 72, 200])
@@ -133,9 +130,7 @@ def test_padded_rows_are_read_and_written_in_place(
     p = problem([97, 0, 64, 1, 138], 136, 200)
     tensors = []
     for t in p.tensors(name)[:2]:
-        buffer, view = bordered(t.shape, BF16)
-        buffer.fill_(NAN)
-        tensors.append(view.copy_(t))
+        tensors.append(bordered(t.shape, BF16, NAN)[1].copy_(t))
     expected = p.expected(name)
     assert cake_ops.explain(name, *tensors, p.offs, **options).path == "kernel"
     check(getattr(cake_ops, name)(*tensors, p.offs, **options), expected)

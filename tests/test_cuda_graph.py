@@ -1,4 +1,4 @@
-"""The grouped GEMMs in CUDA graphs: no syncs, new offsets between replays, first use inside a capture.
+"""The kernels in CUDA graphs: no syncs, new values and offsets between replays, first use inside a capture.
 
 A test called after a case (h17, ..) is a defect that users of another package met once. Where a case needs a
 process whose first use of CUDA it is, the body of that process is a function ``process_..`` of this module.
@@ -10,10 +10,26 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
-import reference
 import torch
 from forms import NAN, same_bits
-from gpu import DEVICE, PRODUCTS, Problem, check, check_all, finish, problem, start, wait
+from gpu import (
+    DEVICE,
+    EVERY_PRODUCT,
+    FAMILIES,
+    FP32,
+    OTHER_SIZES,
+    SIZES,
+    Problem,
+    check,
+    check_all,
+    finish,
+    problem,
+    router,
+    small,
+    small_of,
+    start,
+    wait,
+)
 from torch import Tensor
 
 import cake_ops
@@ -21,15 +37,7 @@ from cake_ops.cuda.tensor_map import MAX_ADDRESSES
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [97, 0, 64, 1, 138]
-OTHER_SIZES = ([0, 300, 0, 0, 0], [60, 60, 60, 60, 60], [0, 0, 0, 0, 0], [1, 2, 290, 3, 4], SIZES)
-
-
-def step(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw of a forward and backward pass."""
-    x, w = p.x.detach().requires_grad_(), p.w.detach().requires_grad_()
-    y = cake_ops.grouped_mm(x, w, p.offs)
-    return (y.detach(), *torch.autograd.grad(y, (x, w), p.g))
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def capture(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
@@ -39,153 +47,160 @@ def capture(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, objec
     return graph, result
 
 
-def check_step(p: Problem, results: tuple[Tensor, ...]) -> None:
-    for name, result in zip(PRODUCTS, results, strict=True):
-        check(result, p.expected(name))
+def add_wgrad(p: Problem, out: Tensor) -> Tensor:
+    """``out`` plus the weight gradient of ``p``, in place."""
+    wgrad = p.products[2]
+    return getattr(cake_ops, f"{wgrad}_")(out, *p.tensors(wgrad))
 
 
-def renew(p: Problem, sizes: list[int]) -> None:
-    """Other values and other offsets in the same memory."""
-    for t in (p.x, p.w, p.g):
-        t.normal_()
-    p.offs.copy_(reference.offsets(sizes))
-
-
-def test_h17_nothing_waits_for_the_device() -> None:
-    p = problem(SIZES, 136, 72, tail=5)
+@each_family
+def test_h17_nothing_waits_for_the_device(family: str) -> None:
+    p = problem(SIZES, 136, 72, tail=5) if family == "grouped_mm" else small(family)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results = step(p)  # a new geometry, and one that is known
-        results = step(p)
-        dw = p.run("grouped_mm_wgrad", out_dtype=torch.float32)
-        cake_ops.grouped_mm_wgrad_(dw, p.g, p.x, p.offs)
+        results = p.step()  # a new geometry, and one that is known
+        results = p.step()
+        dw = p.run(p.products[2], out_dtype=FP32)
+        add_wgrad(p, dw)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    check_step(p, results)
-    check(dw, 2 * p.expected("grouped_mm_wgrad"))
+    p.check_step(results)
+    check(dw, 2 * p.expected(p.products[2]), p.fp32_bound)
 
 
-def test_h17_replays_honour_new_offsets() -> None:
-    p = problem(SIZES, 136, 72)
-    step(p)
-    graph, results = capture(lambda: step(p))
+@each_family
+def test_h17_replays_honour_new_values_and_offsets(family: str) -> None:
+    p = small(family)
+    p.step()
+    graph, results = capture(p.step)
     for sizes in OTHER_SIZES:
-        renew(p, sizes)
+        p.renew(sizes)
         graph.replay()
-        check_step(p, results)
+        p.check_step(results)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", EVERY_PRODUCT)
 def test_prepared_launch_in_a_graph(name: str) -> None:
-    p = problem(SIZES, 136, 72)
+    p = small_of(name)
     prepared = cake_ops.prepare(name, *p.tensors(name))
     graph, out = capture(prepared.launch)
     for sizes in OTHER_SIZES:
-        renew(p, sizes)
+        p.renew(sizes)
         prepared.out.fill_(NAN)
         graph.replay()
         assert out is prepared.out
-        check(out, p.expected(name))
+        p.check(name, out)
 
 
-def test_accumulation_in_a_graph_adds_at_each_replay() -> None:
-    p = problem(SIZES, 136, 72)
-    main_grad = torch.zeros(5, 136, 72, device=DEVICE)
-    graph, _ = capture(lambda: cake_ops.grouped_mm_wgrad_(main_grad, p.g, p.x, p.offs))
+@each_family
+def test_accumulation_in_a_graph_adds_at_each_replay(family: str) -> None:
+    p = small(family)
+    main_grad = torch.zeros(p.w.shape, device=DEVICE)
+    graph, _ = capture(lambda: add_wgrad(p, main_grad))
     main_grad.zero_()
     for _ in range(3):
         graph.replay()
-    check(main_grad, 3 * p.expected("grouped_mm_wgrad"))
+    check(main_grad, 3 * p.expected(p.products[2]), p.fp32_bound)
 
 
-def test_padded_and_copied_operands_in_a_graph() -> None:
-    """Sizes that are no multiples of 8, so copies and temporaries lie in the graph's own memory."""
-    p = problem(SIZES, 100, 63)
-    graph, results = capture(lambda: step(p))
+@each_family
+def test_padded_and_copied_operands_in_a_graph(family: str) -> None:
+    """Sizes that tensor maps do not take, so copies and temporaries lie in the graph's own memory."""
+    p = problem(SIZES, 100, 63) if family == "grouped_mm" else router(300, 99, 63)
+    graph, results = capture(p.step)
     for sizes in OTHER_SIZES:
-        renew(p, sizes)
+        p.renew(sizes)
         torch.full((1 << 20,), NAN, device=DEVICE)  # dirties what eager calls would get
         graph.replay()
-        check_step(p, results)
+        p.check_step(results)
 
 
 @pytest.mark.parametrize("warm", ["never", "on-another-stream"])
-def test_h55_two_graphs_and_eager_calls_in_turn(warm: str) -> None:
-    p, q = problem(SIZES, 136, 72), problem(SIZES, 136, 72)
+@each_family
+def test_h55_two_graphs_and_eager_calls_in_turn(family: str, warm: str) -> None:
+    p, q = small(family), small(family)
     cake_ops.clear_caches()
     if warm == "on-another-stream":
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step(p)
+            p.step()
         torch.cuda.current_stream().wait_stream(side)
-    first, of_first = capture(lambda: step(p))
-    second, of_second = capture(lambda: step(q))
+    first, of_first = capture(p.step)
+    second, of_second = capture(q.step)
     for sizes in OTHER_SIZES:
-        renew(p, sizes)
-        renew(q, sizes[::-1])
+        p.renew(sizes)
+        q.renew(sizes[::-1])
         first.replay()
-        eager = step(q)
+        eager = q.step()
         second.replay()
-        check_step(p, of_first)
-        check_step(q, of_second)
+        p.check_step(of_first)
+        q.check_step(of_second)
         assert all(same_bits(a, b) for a, b in zip(eager, of_second, strict=True))
 
 
-def test_h56_a_graph_outlives_its_neighbour_on_the_same_stream() -> None:
-    p = problem(SIZES, 136, 72)
-    step(p)
+@each_family
+def test_h56_a_graph_outlives_its_neighbour_on_the_same_stream(family: str) -> None:
+    p = small(family)
+    p.step()
     stream = torch.cuda.Stream()
     train, evaluate = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(train, stream=stream):
-        results = step(p)
+        results = p.step()
     with torch.cuda.graph(evaluate, stream=stream):
-        y = p.run("grouped_mm")
+        y = p.run(family)
     evaluate.replay()
-    check(y, p.expected("grouped_mm"))
+    p.check(family, y)
     evaluate.reset()
     del evaluate, y
     torch.cuda.empty_cache()
     for sizes in OTHER_SIZES:
-        renew(p, sizes)
+        p.renew(sizes)
         train.replay()
-        check_step(p, results)
+        p.check_step(results)
 
 
-def test_a_graph_does_not_need_the_caches() -> None:
+@each_family
+def test_a_graph_does_not_need_the_caches(family: str) -> None:
     """Plans, tensor maps and argument blocks go; what was captured stays."""
-    p = problem(SIZES, 136, 72)
-    graph, results = capture(lambda: step(p))
+    p = small(family)
+    graph, results = capture(p.step)
     for x in [p.x.clone() for _ in range(2 * MAX_ADDRESSES)]:
-        cake_ops.grouped_mm(x, p.w, p.offs)
+        p.forward(x, p.w)
     cake_ops.clear_caches()
-    renew(p, OTHER_SIZES[1])
+    p.renew(OTHER_SIZES[1])
     graph.replay()
-    check_step(p, results)
+    p.check_step(results)
 
 
-def test_h32_replays_have_the_same_bits() -> None:
-    p = problem([100, 0, 257, 1, 640], 520, 1000)
-    graph, results = capture(lambda: step(p))
+@each_family
+def test_h32_replays_have_the_same_bits(family: str) -> None:
+    grouped = family == "grouped_mm"
+    p = problem([100, 0, 257, 1, 640], 520, 1000) if grouped else router(998, 256, 1000)
+    graph, results = capture(p.step)
     graph.replay()
     first = [result.clone() for result in results]
     differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
     for _ in range(100):
         graph.replay()
         for result, bits in zip(results, first, strict=True):
-            differs |= (result.view(torch.int16) != bits.view(torch.int16)).any()
+            differs |= (result.view(torch.int32) != bits.view(torch.int32)).any()
     wait()
     assert not differs
-    check_step(p, results)
+    p.check_step(results)
 
 
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graph"])
-def test_launches_that_feed_each_other_wait_for_each_other(graphed: bool) -> None:
+@pytest.mark.parametrize("form", ["", "_dgrad"], ids=["fwd", "dgrad"])
+@each_family
+def test_launches_that_feed_each_other_wait_for_each_other(
+    family: str, form: str, graphed: bool
+) -> None:
     """A kernel may start before the one ahead of it ends (PDL), but neither reads nor writes so early."""
-    p = problem([64] * 8, 1024, 1024)
-    p.w.div_(32)
-    there = cake_ops.prepare("grouped_mm", p.x, p.w, p.offs, out=p.g)
-    back = cake_ops.prepare("grouped_mm", p.g, p.w, p.offs, out=p.x)
+    p = problem([64] * 8, 1024, 1024) if family == "grouped_mm" else router(512, 512, 512)
+    p.w.div_(p.w.shape[-1] ** 0.5)
+    there = cake_ops.prepare(family, *p.tensors(family), out=p.g)
+    back = cake_ops.prepare(family + form, p.g, *p.tensors(family)[1:], out=p.x)
     start = p.x.clone()
     for _ in range(20):
         for launch in (there.launch, back.launch):
@@ -210,10 +225,13 @@ def test_launches_that_feed_each_other_wait_for_each_other(graphed: bool) -> Non
 
 
 def _first_use(
-    run: Callable[[Problem], tuple[Tensor, ...]], before: Callable[[Problem], object], refuses: bool
+    family: str,
+    run: Callable[[Problem], tuple[Tensor, ...]],
+    before: Callable[[Problem], object],
+    refuses: bool,
 ) -> None:
     """Captures ``run`` after ``before``: it works, or refuses by naming the warm-up and harms nothing."""
-    p = problem(SIZES, 136, 72)
+    p = small(family)
     before(p)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -227,44 +245,48 @@ def _first_use(
     except RuntimeError as error:
         assert refusal is not None, f"the capture is broken without a word: {error}"
     if refusal is None:
-        renew(p, OTHER_SIZES[1])
+        p.renew(OTHER_SIZES[1])
         graph.replay()
-        for name, result in zip(PRODUCTS, results, strict=False):
-            check(result, p.expected(name))
+        for name, result in zip(p.products, results, strict=False):
+            p.check(name, result)
     else:
         assert refuses and "cake_ops.warmup()" in str(refusal), refusal
     print("worked" if refusal is None else f"refused: {refusal}")
     check_all(p)
 
 
-def process_forward() -> None:
-    _first_use(lambda p: (p.run("grouped_mm"),), lambda p: None, refuses=True)
+def process_forward(family: str) -> None:
+    _first_use(family, lambda p: (p.run(family),), lambda p: None, refuses=True)
 
 
-def process_step() -> None:
-    _first_use(step, lambda p: None, refuses=True)
+def process_step(family: str) -> None:
+    _first_use(family, Problem.step, lambda p: None, refuses=True)
 
 
-def process_step_after_a_forward() -> None:
-    _first_use(step, lambda p: p.run("grouped_mm"), refuses=True)
+def process_step_after_a_forward(family: str) -> None:
+    _first_use(family, Problem.step, lambda p: p.run(family), refuses=True)
 
 
-def process_step_after_a_warmup() -> None:
-    _first_use(step, lambda p: cake_ops.warmup(), refuses=False)
+def process_step_after_a_warmup(family: str) -> None:
+    _first_use(family, Problem.step, lambda p: cake_ops.warmup(), refuses=False)
 
 
 PROCESSES = {
-    "forward": process_forward,
-    "step": process_step,
-    "step-after-a-forward": process_step_after_a_forward,
-    "step-after-a-warmup": process_step_after_a_warmup,
+    f"{family}-{function.__name__.removeprefix('process_')}": (function, family)
+    for family in FAMILIES
+    for function in (
+        process_forward,
+        process_step,
+        process_step_after_a_forward,
+        process_step_after_a_warmup,
+    )
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All at once, and before the tests above: most of their time is the import of torch."""
-    running = {name: start(function) for name, function in PROCESSES.items()}
+    running = {name: start(*call) for name, call in PROCESSES.items()}
     yield running
     for process in running.values():
         process.kill()

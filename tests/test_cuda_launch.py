@@ -1,6 +1,7 @@
-"""The launch path of the grouped GEMMs on a GPU: caches, addresses, streams, threads, prepared launches.
+"""The launch path on a GPU: caches, addresses, streams, threads, prepared launches.
 
-A test called after a case (h51, ..) is a defect that users of another package met once.
+What the grouped GEMMs share with the router is tested for both; the caches of the router are tested in
+test_cuda_router_launch.py. A test called after a case (h51, ..) is a defect that users of another package met once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,23 @@ import pytest
 import reference
 import torch
 from forms import LAYOUTS, NAN, same_bits
-from gpu import BF16, DEVICE, PRODUCTS, Problem, check, check_all, kernels, problem, wait
+from gpu import (
+    BF16,
+    DEVICE,
+    EVERY_PRODUCT,
+    FAMILIES,
+    OTHER_SIZES,
+    SIZES,
+    Problem,
+    check,
+    check_all,
+    kernels,
+    problem,
+    router,
+    small,
+    small_of,
+    wait,
+)
 from torch import Tensor
 
 import cake_ops
@@ -25,11 +42,12 @@ from cake_ops.cuda.tensor_map import MAX_ADDRESSES
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [97, 0, 64, 1, 138]
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def results(p: Problem) -> list[Tensor]:
-    return [p.run(name) for name in PRODUCTS]
+    return [p.run(name) for name in p.products]
 
 
 # Addresses and geometries
@@ -72,12 +90,13 @@ def test_h51_memory_freed_and_allocated_anew() -> None:
     assert len(addresses) < 12, "the allocator was meant to hand out an address again"
 
 
-def test_one_geometry_at_more_addresses_than_are_kept() -> None:
-    p = problem(SIZES, 136, 72)
+@each_family
+def test_one_geometry_at_more_addresses_than_are_kept(family: str) -> None:
+    p = small(family)
     copies = [p.x.clone() for _ in range(2 * MAX_ADDRESSES)]
-    expected = p.run("grouped_mm")
+    expected = p.run(family)
     for x in copies + copies:
-        assert same_bits(cake_ops.grouped_mm(x, p.w, p.offs), expected)
+        assert same_bits(p.forward(x, p.w), expected)
 
 
 def test_h52_fresh_tensors_of_known_shapes_hit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,28 +163,29 @@ def test_h54_thousands_of_geometries() -> None:
 # Streams and threads
 
 
-def test_launches_on_the_current_stream() -> None:
+@each_family
+def test_launches_on_the_current_stream(family: str) -> None:
     """The stream sleeps before it writes the operands: a launch elsewhere would read the old ones."""
-    p, later = problem(SIZES, 136, 72), problem(SIZES, 136, 72)
+    p, later = small(family), small(family)
     results(p)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
-        for t, new in zip(p, later, strict=True):
+        for t, new in zip(p.present, later.present, strict=True):
             t.copy_(new)
-        actual = results(p)
-        x, w = (t.detach().requires_grad_() for t in (p.x, p.w))
-        y = cake_ops.grouped_mm(x, w, p.offs)
-        p.g.add_(0)
-        actual += torch.autograd.grad(y, (x, w), p.g)
+        actual = [*results(p), *p.step()]
     torch.cuda.current_stream().wait_stream(side)
-    for name, result in zip((*PRODUCTS, *PRODUCTS[1:]), actual, strict=True):
-        check(result, later.expected(name))
+    for name, result in zip(p.products * 2, actual, strict=True):
+        later.check(name, result)
 
 
-def test_threads_with_streams_of_their_own_while_caches_are_cleared() -> None:
-    problems = [problem([rows, 0, 40], 136, 72) for rows in (1, 64, 300)]
+@each_family
+def test_threads_with_streams_of_their_own_while_caches_are_cleared(family: str) -> None:
+    if family == "grouped_mm":
+        problems = [problem([rows, 0, 40], 136, 72) for rows in (1, 64, 300)]
+    else:
+        problems = [router(rows, 136, 72) for rows in (1, 64, 300)]
     expected = [results(p) for p in problems]
     torch.cuda.synchronize()
 
@@ -186,12 +206,13 @@ def test_threads_with_streams_of_their_own_while_caches_are_cleared() -> None:
             future.result(timeout=1)
 
 
-def test_deterministic_mode_changes_nothing() -> None:
-    p = problem(SIZES, 136, 72, tail=3)
-    plain = [*results(p), p.run("grouped_mm_wgrad", deterministic=False)]
+@each_family
+def test_deterministic_mode_changes_nothing(family: str) -> None:
+    p = problem(SIZES, 136, 72, tail=3) if family == "grouped_mm" else small(family)
+    plain = [*results(p), p.run(family, deterministic=False)]
     torch.use_deterministic_algorithms(True)
     try:
-        strict = [*results(p), p.run("grouped_mm_wgrad", deterministic=False)]
+        strict = [*results(p), p.run(family, deterministic=False)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(same_bits(a, b) for a, b in zip(plain, strict, strict=True))
@@ -201,33 +222,32 @@ def test_deterministic_mode_changes_nothing() -> None:
 # Prepared launches and explanations
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", EVERY_PRODUCT)
 def test_prepared_launch_allocates_nothing_and_takes_new_values(name: str) -> None:
-    p = problem(SIZES, 136, 72)
+    p = small_of(name)
     prepared = cake_ops.prepare(name, *p.tensors(name))
-    for sizes in (SIZES, [0] * 5, [300, 0, 0, 0, 0]):
-        for t in (p.x, p.w, p.g):
-            t.normal_()
-        p.offs.copy_(reference.offsets(sizes))
+    for sizes in OTHER_SIZES:
+        p.renew(sizes)
         prepared.out.fill_(NAN)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         for _ in range(10):
             assert prepared.launch() is prepared.out
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        check(prepared.out, p.expected(name))
+        p.check(name, prepared.out)
 
 
-def test_prepare_refuses_what_would_be_copied() -> None:
-    p = problem(SIZES, 136, 72)
+@each_family
+def test_prepare_refuses_what_would_be_copied(family: str) -> None:
+    x, *others = small(family).tensors(family)
     with pytest.raises(RuntimeError, match="cannot prepare"):
-        cake_ops.prepare("grouped_mm", LAYOUTS["misaligned"](p.x), p.w, p.offs)
+        cake_ops.prepare(family, LAYOUTS["misaligned"](x), *others)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", EVERY_PRODUCT)
 def test_explain_names_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.undo()  # the poison is a kernel too
-    p = problem(SIZES, 136, 72)
+    p = small_of(name)
     explanation = cake_ops.explain(name, *p.tensors(name))
     p.run(name)
     assert kernels(lambda: p.run(name)) == [explanation.kernel]

@@ -15,10 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import reference
 import torch
-from forms import NAN, assert_close, same_bits
-from gpu import BF16, PRODUCTS, check, check_all, finish, problem, start, wait
+from forms import NAN, same_bits
+from gpu import (
+    BF16,
+    FAMILIES,
+    FP32,
+    SIZES,
+    Problem,
+    check,
+    check_all,
+    finish,
+    problem,
+    router,
+    small,
+    start,
+    wait,
+)
 from torch import Tensor
 
 import cake_ops
@@ -27,24 +40,28 @@ from cake_ops.cuda.device import no_kernels_reason
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [97, 0, 64, 1, 138]
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.mark.parametrize("current, used", [(0, 1), (1, 0)])
-def test_h58_operands_decide_the_device(current: int, used: int) -> None:
+@each_family
+def test_h58_operands_decide_the_device(family: str, current: int, used: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with torch.cuda.device(current):
-        p = problem(SIZES, 136, 72, device=f"cuda:{used}")
-        for name in PRODUCTS:
+        p = small(family, device=f"cuda:{used}")
+        for name in p.products:
             y = p.run(name)
             assert y.device == p.x.device and torch.cuda.current_device() == current
-            assert_close(y, p.expected(name))
-        x, w = p.x.requires_grad_(), p.w.requires_grad_()
-        cake_ops.grouped_mm(x, w, p.offs).backward(p.g)
-        assert x.grad.device == w.grad.device == x.device
+            with torch.cuda.device(used):
+                p.check(name, y)
+        results = p.step()
+        assert torch.cuda.current_device() == current
+        assert all(result.device == p.x.device for result in results)
+        with torch.cuda.device(used):
+            p.check_step(results)
         with pytest.raises(RuntimeError, match="all tensors must be on one device"):
-            cake_ops.grouped_mm(p.x, p.w.detach().to(f"cuda:{current}"), p.offs)
+            p.forward(p.x, p.w.to(f"cuda:{current}"))
 
 
 @pytest.fixture
@@ -75,7 +92,7 @@ def test_h61_a_gpu_without_kernels_is_served_by_torch(
         warnings.simplefilter("always")
         cake_ops.warmup()
         check_all(p)
-        check(p.run("grouped_mm_wgrad", out_dtype=torch.float32), p.expected("grouped_mm_wgrad"))
+        check(p.run("grouped_mm_wgrad", out_dtype=FP32), p.expected("grouped_mm_wgrad"))
         out = p.w.clone()
         out[1, 0, 0] = -0.0
         start = out.clone()
@@ -89,90 +106,115 @@ def test_h61_a_gpu_without_kernels_is_served_by_torch(
     assert explanation.path == "torch" and arch in explanation.reason
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (10, 3), (12, 0)])
+def test_h61_a_gpu_without_router_kernels_is_served_by_torch(
+    pretend: Callable[[tuple[int, int]], None], capability: tuple[int, int]
+) -> None:
+    pretend(capability)
+    p = router(300, 100, 63)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cake_ops.warmup()
+        check_all(p)
+        out = p.w.to(BF16)
+        expected = p.expected("router_mm_wgrad") + out.double()
+        cake_ops.router_mm_wgrad_(out, p.g, p.x)
+    check(out, expected)
+    assert sum("cake_ops" in str(w.message) for w in caught) <= 1
+    for name in p.products:
+        assert cake_ops.explain(name, *p.tensors(name)).path == "torch"
+
+
+@each_family
 def test_h61_a_hopper_gpu_is_served_by_kernels(
-    pretend: Callable[[tuple[int, int]], None],
+    pretend: Callable[[tuple[int, int]], None], family: str
 ) -> None:
     pretend((9, 0))
-    p = problem(SIZES, 136, 72)
+    p = small(family)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y = p.run("grouped_mm")
-    check(y, p.expected("grouped_mm"))
-    assert cake_ops.explain("grouped_mm", *p.tensors("grouped_mm")).path == "kernel"
+        y = p.run(family)
+    p.check(family, y)
+    assert cake_ops.explain(family, *p.tensors(family)).path == "kernel"
 
 
 # Processes
 
 
-def _backward_alone(prepare: Callable[[], object]) -> None:
+def _backward_alone(family: str, prepare: Callable[[], object]) -> None:
+    p = small(family)
+
     class PlainForward(torch.autograd.Function):
         """The forward is torch's; the backward is the first place that calls the package."""
 
         @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w, offs)
-            return reference.grouped_mm(x, w, offs).to(BF16)
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return p.expected(family).to(p.g.dtype)
 
         @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
             assert threading.current_thread() is not threading.main_thread()
-            x, w, offs = ctx.saved_tensors
-            dx = cake_ops.grouped_mm_dgrad(g, w, offs)
-            return dx, cake_ops.grouped_mm_wgrad(g, x, offs), None
+            x, w = ctx.saved_tensors
+            seen = Problem(x, w, g, p.offs)
+            return seen.run(p.products[1]), seen.run(p.products[2])
 
-    p = problem(SIZES, 136, 72)
     prepare()
-    x, w = p.x.requires_grad_(), p.w.requires_grad_()
-    y = PlainForward.apply(x, w, p.offs)
+    x, w = p.x.detach().requires_grad_(), p.w.detach().requires_grad_()
+    y = PlainForward.apply(x, w)
     y.backward(p.g)
-    check(x.grad, p._replace(x=x.detach(), w=w.detach()).expected("grouped_mm_dgrad"))
-    check(w.grad, p._replace(x=x.detach(), w=w.detach()).expected("grouped_mm_wgrad"))
+    p.check(p.products[1], x.grad)
+    p.check(p.products[2], w.grad)
 
 
-def process_backward_is_the_first_call() -> None:
-    _backward_alone(lambda: None)
+def process_backward_first(family: str) -> None:
+    _backward_alone(family, lambda: None)
 
 
-def process_backward_after_a_warmup() -> None:
+def process_backward_after_warmup(family: str) -> None:
     """The kernels are loaded, so nothing gives the new thread a context but the launch itself."""
-    _backward_alone(cake_ops.warmup)
-    p = problem(SIZES, 72, 136)
-    prepared = cake_ops.prepare("grouped_mm", *p.tensors("grouped_mm"))
+    _backward_alone(family, cake_ops.warmup)
+    p = small(family)
+    prepared = cake_ops.prepare(family, *p.tensors(family))
     prepared.launch()  # now the thread below finds its tensor maps too
     prepared.out.fill_(NAN)
     wait()
-    for call in (prepared.launch, lambda: p.run("grouped_mm")):
+    for call in (prepared.launch, lambda: p.run(family)):
         with ThreadPoolExecutor(1) as pool:
             y = pool.submit(call).result()
-        check(y, p.expected("grouped_mm"))
+        p.check(family, y)
 
 
-def process_fork() -> None:
+def process_fork(family: str) -> None:
     assert not torch.cuda.is_initialized()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            check_all(problem(SIZES, 136, 72))
+            check_all(small(family))
             code = 0
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert status == 0, f"the child ended with status {status}"
-    check_all(problem(SIZES, 136, 72))
+    check_all(small(family))
 
 
 PROCESSES = {
-    "h59-backward-first": process_backward_is_the_first_call,
-    "h59-backward-after-warmup": process_backward_after_a_warmup,
-    "h60-fork": process_fork,
+    f"{family}-{name}": (function, family)
+    for family in FAMILIES
+    for name, function in (
+        ("h59-backward-first", process_backward_first),
+        ("h59-backward-after-warmup", process_backward_after_warmup),
+        ("h60-fork", process_fork),
+    )
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All at once, and before the tests above: most of their time is the import of torch."""
-    running = {name: start(function) for name, function in PROCESSES.items()}
+    running = {name: start(*call) for name, call in PROCESSES.items()}
     yield running
     for process in running.values():
         process.kill()

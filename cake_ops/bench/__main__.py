@@ -6,10 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import grouped, host, merge
+from . import grouped, host, layers, merge, router
 
 COMMANDS = {
     "grouped": (grouped, "grouped GEMM: three passes and checkpointed steps against their peers"),
+    "router": (router, "FP32 router GEMM: three passes and training steps against FP32 libraries"),
+    "layers": (layers, "MoE layers of transformers on cake against transformers' own"),
     "host": (host, "host time of an eager call, against budgets"),
     "merge": (merge, "join the JSON files of several runs, or print one again"),
 }

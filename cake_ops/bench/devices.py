@@ -103,7 +103,14 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = fn()
-        return graph.replay, outputs
+
+        def replay() -> None:
+            graph.replay()
+
+        replay.holds = (
+            fn  # and so the operands that only fn refers to: a graph knows addresses alone
+        )
+        return replay, outputs
 
 
 class CpuDevice:

@@ -4,7 +4,8 @@ Without a GPU the launches are replaced by ones that only allocate (`cake_ops.te
 what remains is the dispatcher, autograd and the allocation. The yardstick is torch.mm of 2 x 2
 matrices, in the same process and in rounds that alternate with cake's, because a host's speed drifts.
 With a CUDA device the real kernels are compared as well, with torch._grouped_mm and torch.mm of the
-same sizes. Ratios are formed round by round and given as their median.
+same sizes, the router's with torch.mm in FP32, and the parts of a grouped call are timed one by one
+(`breakdown`). Ratios are formed round by round and given as their median.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 import cake_ops
 from cake_ops.testing import null_kernels
 
+from .breakdown import breakdown, timed_parts
 from .timing import arm_order
 
 __all__ = ["Budget", "add_arguments", "judge", "main", "rounds_us"]
@@ -45,6 +47,7 @@ CUDA_BUDGETS = {
     "no grad": Budget("torch._grouped_mm", 0.65, 0.5),
     "grad": Budget("torch._grouped_mm", 0.8, 0.6),
 }
+ROUTER_BUDGETS = dict.fromkeys(("fwd", "dgrad", "wgrad"), Budget("torch.mm", 1.0))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +68,12 @@ def main(args: argparse.Namespace) -> int:
         name = torch.cuda.get_device_name()
         print(f"\nreal kernels on {name}: E 8, M 512, N 512, K 512, rounds of 400 calls, medians")
         within &= _report(cuda_cases(), CUDA_BUDGETS, 400, 3 * args.rounds, torch.cuda.synchronize)
-        _report_breakdown()
+        _report_breakdown("grouped_mm", cuda_cases()["no grad"]["cake"][1], args.rounds)
+        print("\nFP32 router: T 64, H 1024, N 256, no grad")
+        within &= _report(
+            router_cases(), ROUTER_BUDGETS, 400, 3 * args.rounds, torch.cuda.synchronize
+        )
+        _report_breakdown("router_mm", router_cases()["fwd"]["cake"][1], args.rounds)
     return int(args.check and not within)
 
 
@@ -106,6 +114,23 @@ def cuda_cases() -> dict[str, dict[str, Call]]:
             "torch.mm": (torch.mm, (x, w_mm)),
         }
     return cases
+
+
+def router_cases(device: str = "cuda") -> dict[str, dict[str, Call]]:
+    """Arms by pass of the FP32 router; torch.mm is given the transposed views, made once."""
+    tokens, hidden, experts = 64, 1024, 256
+    x, w, g = (
+        torch.randn(*shape, device=device)
+        for shape in ((tokens, hidden), (experts, hidden), (tokens, experts))
+    )
+    return {
+        "fwd": {"cake": (torch.ops.cake.router_mm, (x, w)), "torch.mm": (torch.mm, (x, w.t()))},
+        "dgrad": {"cake": (torch.ops.cake.router_mm_dgrad, (g, w)), "torch.mm": (torch.mm, (g, w))},
+        "wgrad": {
+            "cake": (torch.ops.cake.router_mm_wgrad, (g, x)),
+            "torch.mm": (torch.mm, (g.t(), x)),
+        },
+    }
 
 
 def rounds_us(
@@ -168,11 +193,13 @@ def _report(
     return within_all
 
 
-def _report_breakdown() -> None:
-    """Print where an eager call's host time goes, if the CUDA backend can tell."""
-    host_breakdown = getattr(cake_ops.cuda, "host_breakdown", None)
-    if host_breakdown is None:
+def _report_breakdown(op: str, tensors: tuple[Tensor, ...], rounds: int) -> None:
+    """Print where an eager call's host time goes, if the device has kernels of ours."""
+    if cake_ops.explain(op, *tensors).path != "kernel":
         return
-    print("\nwhere a cake call without grad spends it, us")
-    for part, us in host_breakdown().items():
-        print(f"  {part:16} {us:6.2f}")
+    parts, held = timed_parts(op, tensors)
+    us = rounds_us(parts, 400, rounds, torch.cuda.synchronize)
+    del held
+    print(f"  of a call of {op} without grad:")
+    for part, time_us in breakdown(us).items():
+        print(f"    {part:16} {time_us:6.2f}")

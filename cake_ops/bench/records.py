@@ -2,7 +2,8 @@
 
 The file is {"meta": {...}, "rows": [...], "details": [...]}. A row holds its medians, errors and
 ratios; the detail at the same index holds what they come from: the interval of every group, the
-kernel census, the host time, the SM clock (idle, under load), the arms left out and why. A ratio is
+kernel census, the host time, the SM clock (idle, under load), more of the accuracy, the arms left out and
+why. Behind its fixed keys, meta holds tables of the run as a whole. A ratio is
 an arm's time over cake's inside one group, given as [median, min, max] over the groups, so a ratio
 above 1 says that cake is faster.
 """
@@ -22,7 +23,7 @@ __all__ = ["BASE", "META_KEYS", "Results", "best_library", "geomean", "ratio", "
 BASE = "cake"
 SAME_KEYS = ("gpu", "driver", "cuda", "torch", "cake_ops")  # what one table may not mix
 META_KEYS = (*SAME_KEYS, "date", "command")
-LIBRARIES = ("torch", "cublas")  # the arms whose faster one is the bar
+LIBRARIES = ("torch", "cublas", "cublaslt")  # the arms whose fastest one is the bar
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -61,7 +62,7 @@ def row_record(
 
 
 def best_library(row: Mapping[str, Any]) -> float | None:
-    """The median ratio of the faster library arm of a row: the figure to stay above 1."""
+    """The median ratio of the fastest library arm of a row: the figure to stay above 1."""
     found = [row["ratios"][arm][0] for arm in LIBRARIES if arm in row["ratios"]]
     return min(found, default=None)
 
@@ -118,6 +119,7 @@ class Results:
             seen = str(self.meta.get(key, "")).split(" ; ")
             if other.meta.get(key) not in seen:
                 self.meta[key] = " ; ".join([*seen, str(other.meta.get(key))])
+        self.meta = {**other.meta, **self.meta}
         position = {row_key(row): i for i, row in enumerate(self.rows)}
         for row, detail in zip(other.rows, other.details, strict=True):
             i = position.get(row_key(row))

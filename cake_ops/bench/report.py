@@ -17,7 +17,7 @@ from .records import BASE, LIBRARIES, META_KEYS, Results, best_library, geomean
 
 __all__ = ["census_difference", "plot", "render"]
 
-BEST = f"best of {', '.join(LIBRARIES)}"
+BEST = "best of"
 LEGEND = (
     "Ratios are an arm's time over cake's, median [min, max] over paired groups; above 1 cake is "
     "faster. control is cake again: its spread is the noise."
@@ -50,20 +50,20 @@ def columns(found: Sequence[Found]) -> dict[str, list[tuple[float, str]]]:
         for arm in arms_of(found)
     }
     best = [(best_library(row), row["shape"]) for row, _ in found]
-    if any(arm in result for arm in LIBRARIES):
-        result[BEST] = [(value, shape) for value, shape in best if value is not None]
+    libraries = [arm for arm in LIBRARIES if arm in result]
+    if libraries:
+        result[f"{BEST} {', '.join(libraries)}"] = [
+            (value, shape) for value, shape in best if value is not None
+        ]
     return result
 
 
 def render(results: Results) -> str:
-    header = ", ".join(f"{key} {results.meta.get(key)}" for key in META_KEYS[:-1])
-    parts = [
-        header,
-        LEGEND,
-    ]
+    parts = [", ".join(f"{key} {results.meta.get(key)}" for key in META_KEYS[:-1]), LEGEND]
     by_kind = sections(results)
     parts += [_section(op, mode, found) for (op, mode), found in by_kind.items()]
-    parts += _early_stop(by_kind)
+    parts += _overall(by_kind) + _early_stop(by_kind)
+    parts += [_table(title, v) for title, v in results.meta.items() if title not in META_KEYS]
     return "\n\n".join(parts)
 
 
@@ -79,17 +79,37 @@ def _section(op: str, mode: str, found: Sequence[Found]) -> str:
         rate = f"{detail['flops'] / us / 1e6:8.1f}" if "flops" in detail else f"{'':8}"
         cells = (_ratio_cell(row["ratios"].get(arm)) for arm in arms)
         lines.append(f"{row['shape']:{width}}  {us:9.1f} {rate}" + "".join(cells))
-    summary = columns(found)
-    label_width = max((len(name) for name in summary), default=0)
+    return "\n".join([*lines, *_summary(columns(found)), *_footnotes(found)])
+
+
+def _summary(summary: Mapping[str, Sequence[tuple[float, str]]]) -> list[str]:
+    """The geometric mean of every column, and its extreme rows."""
+    width = max((len(name) for name in summary), default=0)
+    lines = []
     for name, values in summary.items():
-        (low, low_shape), (high, high_shape) = min(values), max(values)
+        (low, low_row), (high, high_row) = min(values), max(values)
         below = sum(value < 1 for value, _ in values)
         lines.append(
-            f"  {name:{label_width}}  geomean {geomean(value for value, _ in values):.3f}, "
-            f"below 1 in {below} of {len(values)}, lowest {low:.3f} ({low_shape}), "
-            f"highest {high:.3f} ({high_shape})"
+            f"  {name:{width}}  geomean {geomean(value for value, _ in values):.3f}, "
+            f"below 1 in {below} of {len(values)}, lowest {low:.3f} ({low_row}), "
+            f"highest {high:.3f} ({high_row})"
         )
-    return "\n".join(lines + _footnotes(found))
+    return lines
+
+
+def _overall(by_kind: Mapping[tuple[str, str], Sequence[Found]]) -> list[str]:
+    """For each mode, cake against the fastest library over the rows of all operations."""
+    parts = []
+    for mode in dict.fromkeys(mode for _, mode in by_kind):
+        by_op = {op: columns(found) for (op, m), found in by_kind.items() if m == mode}
+        best: dict[str, list[tuple[float, str]]] = {}
+        for op, summary in by_op.items():
+            for name, values in summary.items():
+                if name.startswith(BEST):
+                    best.setdefault(name, []).extend((v, f"{op}, {row}") for v, row in values)
+        if best and len(by_op) > 1:
+            parts.append("\n".join([f"all operations, {mode}", *_summary(best)]))
+    return parts
 
 
 def _ratio_cell(values: Sequence[float] | None) -> str:
@@ -107,6 +127,7 @@ def _footnotes(found: Sequence[Found]) -> list[str]:
         for arm in names
     }
     lines = ["  largest relative error: " + ", ".join(f"{a} {e:.1e}" for a, e in errors.items())]
+    lines += _accuracy(found)
     hosts = [detail["host_us"] for _, detail in found if detail.get("host_us")]
     if hosts:
         medians = {arm: statistics.median(host[arm] for host in hosts) for arm in hosts[0]}
@@ -127,6 +148,34 @@ def _footnotes(found: Sequence[Found]) -> list[str]:
     reasons = [f"{arm}: {why}" for _, d in found for arm, why in d.get("skipped", {}).items()]
     lines += [f"  left out in {n} rows: {text}" for text, n in Counter(reasons).items()]
     return lines
+
+
+def _accuracy(found: Sequence[Found]) -> list[str]:
+    """The worst figure of each arm, for the figures of accuracy that the rows have."""
+    lines = []
+    for key, text, worst in (
+        ("max_error", "largest error of one element, over the largest element", max),
+        ("top8", "smallest share of tokens with the experts of FP64", min),
+    ):
+        by_arm: dict[str, list[float]] = {}
+        for _, detail in found:
+            for arm, figures in detail.get("accuracy", {}).items():
+                if key in figures:
+                    by_arm.setdefault(arm, []).append(figures[key])
+        if by_arm:
+            figures = (f"{arm} {worst(values):.4g}" for arm, values in by_arm.items())
+            lines.append(f"  {text}: {', '.join(figures)}")
+    return lines
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> str:
+    """A table of the run as a whole: a line for each name, with a text or with figures."""
+    lines = [title]
+    for name, value in rows.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{key} {figure:g}" for key, figure in value.items())
+        lines.append(f"  {name}: {value}")
+    return "\n".join(lines)
 
 
 def _census_text(census: Mapping[str, int]) -> str:

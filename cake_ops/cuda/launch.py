@@ -1,9 +1,10 @@
-"""Launching: one plan for each geometry of a call, launched with the addresses and the M of the moment.
+"""Launching: one plan for each geometry of a call, launched with the addresses and rows of the moment.
 
 A :class:`Plan` holds all of a launch that depends neither on where its operands lie nor on the exact number
 of their rows: kernel, grid, scalar arguments, and a table of tensor maps for each operand. ``Plan.run`` fills
-a packed argument block with this call's addresses and M, and calls the driver. Blocks are taken from a pool, so threads never share one and nothing
-is locked.
+a packed argument block with this call's addresses and rows, and calls the driver. Blocks are taken from a pool,
+so threads never share one and nothing is locked. Both families of kernels are launched by it: the grouped
+ones, which take offsets and store through a tensor map, and the router's, which do neither.
 
 Every launch allows programmatic dependent launch: the kernel may begin while the one before it ends, and
 waits for it before its first global access. Back to back in a CUDA graph on an H200, 8 groups of 64 rows,
@@ -23,7 +24,7 @@ from .config import ROWS, TensorMapGeometry
 from .driver import bind_context, check, driver, kernel
 from .tensor_map import MapTable
 
-MAX_STREAMS = 64
+MAX_STREAMS = 64  # launch configurations kept by a plan: one a stream and, with tile_rows, grid
 
 I32, I64, POINTER = "i", "q", "P"
 
@@ -34,19 +35,23 @@ Block = tuple[Any, int]
 class Plan:
     """A launch without its addresses.
 
-    The kernel's first parameters are the tensor maps of its two operands and its result; among the
-    others are, in this order, pointers to the result and to the offsets, and M.
+    The kernel's first parameters are the tensor maps of its operands and, in a family that stores through
+    one, of its result. Among the others are, in this order, pointers to the result and (in a family that
+    takes them) to the offsets, and the rows: the first size of the call's first operand.
 
     Args:
         name: the kernel.
         device: the device index.
         grid, threads, smem_bytes: of the launch; cluster dimensions are compiled into the kernel.
-        maps: geometry of the tensor maps of operand a, operand b and the result.
+        maps: geometry of the tensor maps of operand a, operand b and, if it has one, the result.
         parameters: the other parameters in order: ``POINTER``, ``(I32 or I64, value)``, where the value
-            ``ROWS`` stands for M.
+            ``ROWS`` stands for the rows.
+        tile_rows: if given, the launch has ``grid`` CTAs for each ``tile_rows`` rows, the last ones begun.
+        swapped: the kernel takes the call's operands in the other order; ``maps`` has the kernel's.
 
     Attributes:
-        run: ``(out, a, b, offs)`` launches on torch's current stream of the device.
+        run: ``(out, a, b, offs)``, or ``(out, a, b)`` in a family without offsets and map of the result,
+            launches on torch's current stream of the device.
     """
 
     __slots__ = ("run",)
@@ -58,48 +63,60 @@ class Plan:
         grid: int,
         threads: int,
         smem_bytes: int,
-        maps: tuple[TensorMapGeometry, TensorMapGeometry, TensorMapGeometry],
+        maps: tuple[TensorMapGeometry, ...],
         parameters: tuple[Any, ...],
+        tile_rows: int | None = None,
+        swapped: bool = False,
     ) -> None:
         # The launch is one closure: attribute look-ups and calls cost 0.9 of its 6.5 us. It refers
         # neither to itself nor to the plan: training loops switch the garbage collector off, and an
         # evicted plan must go all the same.
         handle = kernel(name, device, smem_bytes)
-        maps_a, maps_b, maps_out = (MapTable(geometry, device) for geometry in maps)
-        find_a, find_b, find_out = maps_a.get, maps_b.get, maps_out.get
-        a_has_rows = ROWS in maps[0].dims
-        pack = struct.Struct("6Q").pack_into
+        tables = [MapTable(geometry, device) for geometry in maps]
+        maps_a, maps_b, maps_out = (*tables, None)[:3]
+        find_a, find_b, find_out = maps_a.get, maps_b.get, maps_out and maps_out.get
+        a_has_rows, b_has_rows = (ROWS in geometry.dims for geometry in maps[:2])
+        written = sum(map(_is_written, parameters))
+        pack = struct.Struct(f"{written + len(maps)}Q").pack_into
         launch = driver().cuLaunchKernelEx
         current_device = torch._C._cuda_getDevice  # not in CPU builds of torch
         current_stream = torch._C._cuda_getCurrentRawStream
         pool: list[Block] = []
-        configs: dict[int, Any] = {}
+        configs: dict[Any, Any] = {}
 
-        def launch_here(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
-            rows = a.shape[0]
-            to = out.data_ptr()
-            key_a, key_b, key_out = (a.data_ptr(), rows * a_has_rows), (b.data_ptr(), 0), (to, 0)
+        def launch_here(out: Tensor, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
+            rows, to = a.shape[0], out.data_ptr()
+            if swapped:
+                a, b = b, a
+            key_a = (a.data_ptr(), rows) if a_has_rows else a.data_ptr()
+            key_b = (b.data_ptr(), rows) if b_has_rows else b.data_ptr()
             map_a = find_a(key_a) or maps_a.add(key_a)
             map_b = find_b(key_b) or maps_b.add(key_b)
-            map_out = find_out(key_out) or maps_out.add(key_out)
             try:
                 block = pool.pop()
             except IndexError:
-                block = _new_block(parameters)
-            pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0], map_out[0])
-            stream = current_stream(device)
-            config = configs.get(stream)
+                block = _new_block(parameters, written, len(maps))
+            if offs is None:
+                pack(block[0], 0, to, rows, map_a[0], map_b[0])
+            else:
+                map_out = find_out(to) or maps_out.add(to)
+                pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0], map_out[0])
+            key = stream = current_stream(device)
+            if tile_rows:
+                key = stream, -(-rows // tile_rows)
+            config = configs.get(key)
             if config is None:
                 if len(configs) >= MAX_STREAMS:
                     configs.clear()
-                config = configs[stream] = _new_config(grid, threads, smem_bytes, stream)
+                ctas = grid * key[1] if tile_rows else grid
+                config = configs[key] = _new_config(ctas, threads, smem_bytes, stream)
             (status,) = launch(config, handle, block[1], 0)
             if status:  # a thread without a context, or a real failure, which comes again
                 bind_context(device)
                 check(launch(config, handle, block[1], 0))
             pool.append(block)
 
-        def run(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+        def run(out: Tensor, a: Tensor, b: Tensor, offs: Tensor | None = None) -> None:
             if current_device() == device:
                 return launch_here(out, a, b, offs)
             with torch.cuda.device(device):
@@ -108,20 +125,24 @@ class Plan:
         self.run = run
 
 
-def _new_block(parameters: tuple[Any, ...]) -> Block:
+def _is_written(parameter: Any) -> bool:
+    """Whether each launch writes it: pointers and rows."""
+    return parameter in (POINTER, (I32, ROWS))
+
+
+def _new_block(parameters: tuple[Any, ...], written: int, maps: int) -> Block:
     """A buffer of the values that each launch writes, the argument table, and the other values.
 
-    The table has one word for each kernel parameter, the address of its value. A launch writes two
-    pointers and M and, right behind them, the table's first words: the addresses of the maps.
+    The table has one word for each kernel parameter, the address of its value. A launch writes its
+    pointers and rows and, right behind them, the table's first words: the addresses of the maps.
     """
-    written, maps = 3, 3
     table = written
     values = table + maps + len(parameters)
     block = (ctypes.c_uint64 * (values + len(parameters)))()
     base = ctypes.addressof(block)
     value = 0
     for i, parameter in enumerate(parameters):
-        if parameter in (POINTER, (I32, ROWS)):
+        if _is_written(parameter):
             block[table + maps + i] = base + 8 * value
             value += 1
         else:

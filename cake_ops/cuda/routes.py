@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .._explanation import Explanation
+from .._log import forget, log_route
 from .config import rows_bucket
 
 MAX_ROUTES = 1024
@@ -37,13 +38,13 @@ class Route:
 
 
 class RouteCache:
-    """The routes of one operator, bounded: the oldest half goes when it is full."""
+    """The routes of one operator, bounded: the oldest half goes when it is full. A new one is logged."""
 
-    __slots__ = ("_lock", "_make", "_routes", "get")
+    __slots__ = ("_lock", "_make", "_name", "_routes", "get")
 
     def __init__(self, make: Callable[..., Route], name: str) -> None:
         self._routes: dict[Any, Route] = {}
-        self._make = make
+        self._make, self._name = make, name
         self._lock = threading.Lock()
         self.get = self._routes.get
         CACHES[name] = self
@@ -54,6 +55,8 @@ class RouteCache:
     def add(self, key: Any, *call: Any) -> Route:
         route = self._make(*call)
         with self._lock:
+            if key not in self._routes:  # another thread may have come first
+                log_route(self._name, call, route.explanation)
             if len(self._routes) >= MAX_ROUTES:
                 for old in list(self._routes)[: MAX_ROUTES // 2]:
                     del self._routes[old]
@@ -102,3 +105,4 @@ def clear_caches() -> None:
     """Forgets every route, prepared launch and tensor map. Calls after it plan anew."""
     for cache in CACHES.values():
         cache.clear()
+    forget()

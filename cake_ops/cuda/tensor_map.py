@@ -21,6 +21,9 @@ _DTYPES = {"bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", "f32": "CU_TENSOR_MAP_DAT
 Entry = tuple[int, Any]
 """``(pointer, owner)``: the pointer to the map is valid while the owner is held."""
 
+Key = int | tuple[int, int]
+"""The address, or ``(address, rows)`` where a dimension of the geometry is ``ROWS``."""
+
 
 class MapTable:
     """The tensor maps of one geometry, by address and, where a dimension is ``ROWS``, number of rows."""
@@ -29,17 +32,15 @@ class MapTable:
 
     def __init__(self, geometry: TensorMapGeometry, device: int) -> None:
         self._geometry, self._device = geometry, device
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._entries: dict[Key, Entry] = {}
         self._lock = threading.Lock()
         self.get = self._entries.get
 
-    def add(self, key: tuple[int, int]) -> Entry:
-        """Encodes the map of ``(address, rows)`` and keeps it, in the place of the oldest one when full.
-
-        ``rows`` is 0 for a geometry without ``ROWS``.
-        """
+    def add(self, key: Key) -> Entry:
+        """Encodes the map of ``key`` and keeps it, in the place of the oldest one when full."""
         bind_context(self._device)  # the driver may refuse to encode in a thread without a context
-        entry = _encode(*key, self._geometry)
+        address, rows = (key, 0) if isinstance(key, int) else key
+        entry = _encode(address, rows, self._geometry)
         with self._lock:
             if len(self._entries) >= MAX_ADDRESSES:
                 del self._entries[next(iter(self._entries))]
@@ -60,8 +61,10 @@ def _encode(address: int, rows: int, geometry: TensorMapGeometry) -> Entry:
             [cu.cuuint32_t(n) for n in geometry.box],
             [cu.cuuint32_t(1)] * rank,
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{geometry.swizzle}"),
+            getattr(
+                cu.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{geometry.l2_promotion}"
+            ),
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )

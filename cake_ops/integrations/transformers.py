@@ -9,11 +9,12 @@ sorted by expert once, and nothing waits for the device. Three things differ fro
   ``num_experts`` and above. They sort behind the last group, where the operators read nothing and write
   zeros, in the forward and in the data gradient.
 * **The routing weight multiplies the input of the down projection**, not its output. The result is the same
-  since the product is linear, and the rows are shorter. The down projection is then the last operator here
-  that saves tensors, in most models the last of the whole layer: recomputing a checkpointed layer stops
-  there (PyTorch's *early stop*), and the projection is not computed a second time. Where a norm follows
-  the projection the weight has to stay behind it.
-* **Sums over a token's choices are gathers**, in both directions: no atomics, a fixed order.
+  since the product is linear, and with the usual SiLU gate it costs no pass over memory of its own. The
+  down projection is then the last operator here that saves tensors, in most models the last of the whole
+  layer: recomputing a checkpointed layer stops there (PyTorch's *early stop*), and the projection is not
+  computed a second time. Where a norm follows the projection the weight has to stay behind it.
+* **Between the GEMMs each step is one pass over memory** (:mod:`.expert_rows`), and sums over a token's
+  choices are gathers, in both directions: no atomics, a fixed order.
 
 :func:`use_router_mm` is independent of that: it makes the logits of a model's routers FP32 products.
 """
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..grouped_mm import grouped_mm
 from ..router_mm import router_mm
+from .expert_rows import combine, dispatch, gated_silu
 
 __all__ = ["experts_forward", "register", "use_router_mm"]
 
@@ -88,20 +90,22 @@ def experts_forward(
     autocast = torch.is_autocast_enabled(hidden_states.device.type)
     dtype = torch.bfloat16 if autocast else up.dtype
     token = order // top_k  # of each row
-    rows = _Dispatch.apply(hidden_states, token, inverse, top_k, dtype)
+    rows = dispatch(hidden_states, token, inverse, top_k, dtype)
     # A permutation of single numbers; kept in its dtype, for FP32 weights are to be rounded once.
-    weight = _Dispatch.apply(top_k_weights.reshape(-1, 1), order, inverse, 1, top_k_weights.dtype)
+    weight = dispatch(top_k_weights.reshape(-1, 1), order, inverse, 1, top_k_weights.dtype)
 
     y = grouped_mm(rows, _as_stored(self, up), offs)
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         y = y + _bias(rows.new_ones(len(rows), 1), bias, offs)
-    hidden = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+    normed = getattr(self, "has_post_expert_norm", False)
+    if _is_gated_silu(self) and not normed:
+        hidden = gated_silu(y, weight)
+    else:
+        hidden = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+        hidden = hidden if normed else (hidden * weight).to(dtype)
 
     down = _as_stored(self, self.down_proj)
-    normed = getattr(self, "has_post_expert_norm", False)
-    if not normed:
-        hidden = (hidden * weight).to(dtype)
     if self.has_bias:  # before the product, which is to be the last to save
         factor = torch.ones_like(weight) if normed else weight
         y = _bias(factor.to(dtype), self.down_proj_bias, offs) + grouped_mm(hidden, down, offs)
@@ -109,7 +113,7 @@ def experts_forward(
         y = grouped_mm(hidden, down, offs)
     if normed:
         y = self.post_expert_norm(y) * weight
-    return _Combine.apply(y, token, inverse, top_k, hidden_states.dtype)
+    return combine(y, token, inverse, top_k, hidden_states.dtype)
 
 
 def _as_stored(experts: nn.Module, weight: Tensor) -> Tensor:
@@ -117,48 +121,17 @@ def _as_stored(experts: nn.Module, weight: Tensor) -> Tensor:
     return weight.transpose(-2, -1) if experts.is_transposed else weight
 
 
+def _is_gated_silu(experts: nn.Module) -> bool:
+    """Whether the gate is transformers' own, ``act_fn(gate) * up``, with SiLU."""
+    if not experts.has_gate or experts._apply_gate.__name__ != "_default_apply_gate":
+        return False
+    return type(experts.act_fn).__name__ in ("SiLUActivation", "SiLU")
+
+
 def _bias(factor: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """``factor[m] * bias[e]`` as a product with one column: rows of no group get no bias, and the gradient
     of the bias is summed in FP32, that of ``bias[expert]`` in the dtype of the bias."""
     return grouped_mm(factor, bias.unsqueeze(-1), offs)
-
-
-def _sum_rows(rows: Tensor, inverse: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """Rows [R, D] sorted by expert -> the sum of each token's ``top_k`` rows, [T, D]."""
-    r, d = rows.shape
-    return rows[inverse].view(r // top_k, top_k, d).sum(1, dtype=dtype)
-
-
-class _Dispatch(torch.autograd.Function):
-    """Tokens [T, D] -> rows [R, D], each the token ``source[r]``; the gradient is a gather and a sum."""
-
-    @staticmethod
-    def forward(ctx, x, source, inverse, top_k, dtype):  # type: ignore[override]
-        ctx.save_for_backward(inverse)
-        ctx.top_k, ctx.dtype = top_k, x.dtype
-        return x.to(dtype)[source]
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        (inverse,) = ctx.saved_tensors
-        return _sum_rows(g, inverse, ctx.top_k, ctx.dtype), None, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Rows [R, D] -> the sum of each token's rows [T, D]; the gradient is a gather.
-
-    ``source`` is an attribute and not a saved tensor: a save behind the down projection would make a
-    checkpoint recompute that projection to get there. It costs 8 bytes a row until the graph is freed.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, source, inverse, top_k, dtype):  # type: ignore[override]
-        ctx.source, ctx.dtype = source, rows.dtype
-        return _sum_rows(rows, inverse, top_k, dtype)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        return g.to(ctx.dtype)[ctx.source], None, None, None, None
 
 
 def use_router_mm(model: nn.Module) -> list[str]:

@@ -39,6 +39,24 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// All threads of the CTA: whether any of them says so.
+__device__ __forceinline__ bool bar_red_or(int barrier, bool value) {
+  u32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "bar.red.or.pred q, %1, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}\n"
+      : "=r"(any)
+      : "r"(barrier), "r"(static_cast<u32>(value))
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ u32 cluster_ctarank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -227,6 +245,52 @@ __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 a, u32 b, u32 c, u32 d)
 
 __device__ __forceinline__ void st_shared_v2_f32(u32 dst, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(dst), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_f32(u32 dst, float a) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(dst), "f"(a) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4_u32(u32 dst, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ float ld_shared_f32(u32 src) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(src) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 ld_shared_u16(u32 src) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(src) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 ld_shared_v4_f32(u32 src) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(src)
+               : "memory");
+  return v;
+}
+
+// The address that `local` has in the shared memory of CTA `rank` of the cluster.
+__device__ __forceinline__ u32 mapa_shared_cluster(u32 local, u32 rank) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ float4 ld_shared_cluster_v4_f32(u32 src) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(src)
+               : "memory");
+  return v;
 }
 
 __device__ __forceinline__ uint4 ld_shared_v4_u32(u32 src) {

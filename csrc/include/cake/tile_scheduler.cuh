@@ -15,10 +15,6 @@
 
 namespace cake {
 
-constexpr u32 kAllLanes = 0xffffffff;
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-
 // 32 consecutive groups, one a lane. Group E is [last end, M), the rows past every group, and
 // groups after it are empty.
 struct GroupWindow {

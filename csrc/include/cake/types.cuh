@@ -21,6 +21,10 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "a CUtensorMap is 128 bytes");
 
+constexpr u32 kAllLanes = 0xffffffff;
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
 // Which axis of an operand is contiguous in memory (and in its shared-memory tile): the contraction
 // axis (K), or the axis that survives in the output (MN).
 enum class Major { K = 0, MN = 1 };

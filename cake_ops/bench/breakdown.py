@@ -1,0 +1,106 @@
+"""Where the host time of an eager call goes: each part of a call timed by itself, in loops.
+
+The parts are those of :mod:`cake_ops.cuda.grouped_mm` or :mod:`cake_ops.cuda.router_mm` and of the launch
+made there. What no part explains is
+given as the rest: it holds the packing of arguments, the look-ups of device and stream, and the parts'
+own calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import cake_ops
+from cake_ops._library import OPS, PLAIN
+
+__all__ = ["breakdown", "recorded_launches", "timed_parts"]
+
+Part = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[tuple[Any, ...]]]:
+    """Yields a list of the driver's launch arguments; only plans made inside the context are recorded."""
+    from cake_ops.cuda import launch
+
+    launches: list[tuple[Any, ...]] = []
+    module = launch.driver()
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(module, name)
+
+        def cuLaunchKernelEx(self, *args: Any) -> Any:
+            launches.append(args)
+            return module.cuLaunchKernelEx(*args)
+
+    cake_ops.clear_caches()
+    try:
+        with mock.patch.object(launch, "driver", Recorder):
+            yield launches
+    finally:
+        cake_ops.clear_caches()
+
+
+def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], object]:
+    """What to time, by name, and an object to hold until that is done.
+
+    Args:
+        op: grouped_mm or router_mm.
+        tensors: its arguments, on a GPU that has kernels.
+    """
+    from cake_ops.cuda.driver import driver
+    from cake_ops.cuda.router_routes import call_key
+    from cake_ops.cuda.routes import CACHES, rows_key
+
+    with recorded_launches() as launches:
+        recorded = cake_ops.prepare(op, *tensors)
+        recorded.launch()
+    routes = CACHES[op]
+    key = {"grouped_mm": rows_key, "router_mm": call_key}[op]
+    mapped = (*tensors[:2], recorded.out) if op == "grouped_mm" else tensors[:2]
+    finds = [{t.data_ptr(): True}.get for t in mapped]
+    find_a, find_b = finds[:2]
+
+    def two_maps(a: Tensor, b: Tensor) -> None:
+        find_a(a.data_ptr())
+        find_b(b.data_ptr())
+
+    def three_maps(a: Tensor, b: Tensor, out: Tensor) -> None:
+        find_a(a.data_ptr())
+        find_b(b.data_ptr())
+        finds[2](out.data_ptr())
+
+    parts: dict[str, Part] = {
+        "call": (getattr(torch.ops.cake, op), tensors),
+        "launch": (OPS[op].launch[PLAIN["CUDA"]], tensors),
+        "key": (lambda *call: routes.get(key(*call)), tensors),
+        "allocation": (recorded.out.new_empty, recorded.out.shape),
+        "tensor maps": (three_maps if len(mapped) == 3 else two_maps, mapped),
+        "driver": (driver().cuLaunchKernelEx, launches[0]),
+        "nothing": (lambda *call: None, tensors),
+    }
+    return parts, recorded
+
+
+def breakdown(us: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The parts' shares of a call, in microseconds: medians, less the cost of calling a part at all."""
+    nothing = statistics.median(us["nothing"])
+    part = {name: statistics.median(times) - nothing for name, times in us.items()}
+    inside = ("key", "allocation", "tensor maps", "driver")
+    return {
+        "whole call": part["call"],
+        "dispatcher": part["call"] - part["launch"],
+        "key": part["key"],
+        "allocation": part["allocation"],
+        "tensor maps": part["tensor maps"],
+        "driver's launch": part["driver"],
+        "rest": part["launch"] - sum(part[name] for name in inside),
+    }

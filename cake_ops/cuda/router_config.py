@@ -1,0 +1,279 @@
+"""Plans a launch of the router GEMM: which kernel, which tensor maps, how many CTAs. Pure functions.
+
+Nothing here imports torch or CUDA, so all of it is tested on the CPU. The kernel is
+``csrc/kernels/sm90_router_gemm.cu``, whose header states the same geometry from the device's side. It
+multiplies ``A[M, K]`` by ``B[K, N]`` in FP32 quality: A is split into three BF16 parts in registers, B in
+shared memory. M, N and K are the kernel's own here; T tokens, N experts and hidden size H the operator's:
+
+======  ===============  ==========================  ====================  =======================
+layout  operator         A                           B                     result
+======  ===============  ==========================  ====================  =======================
+nt      router_mm        ``w[N, H]``, M = N, K = H   ``x[T, H]``, N = T    ``out[T, N]``
+nn      router_mm_dgrad  ``g[T, N]``, M = T, K = N   ``w[N, H]``, N = H    ``out[T, H]``
+tn      router_mm_wgrad  ``g[T, N]``, M = N, K = T   ``x[T, H]``, N = H    ``out[N, H]``
+======  ===============  ==========================  ====================  =======================
+
+A is FP32; B is FP32 or, where a kernel is built for it, BF16, which needs half of the products. The CTAs
+of a cluster share the contraction, and their partial tiles are added in the order of their ranks. That
+order decides the bits of a sum, so the forward's is a function of the weight alone (:func:`forward_split`)
+and a token's logits have the same bits in a batch of any size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from .config import MAX_SIZE, SMEM_LIMIT, TensorMapGeometry
+
+Layout = Literal["nt", "nn", "tn"]
+Dtype = Literal["f32", "bf16"]
+
+LAYOUTS: dict[str, Layout] = {"router_mm": "nt", "router_mm_dgrad": "nn", "router_mm_wgrad": "tn"}
+
+TILE_K = 32  # contraction steps of a stage
+BYTES = {"f32": 4, "bf16": 2}
+OUT_BF16, OUT_ADD = 1, 2  # bits of the kernel's parameter ``output``
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """A kernel instance: layout, type of B and policy.
+
+    A CTA makes one tile of ``tile_m`` x ``tile_n``, from a ring of k-blocks of 32. The ``cluster_k`` CTAs
+    of a cluster make the same tile, each from its part of the contraction.
+    """
+
+    layout: Layout
+    b_dtype: Dtype
+    tile_m: int
+    tile_n: int
+    cluster_k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}_{self.b_dtype}_{self.tile_m}x{self.tile_n}_k{self.cluster_k}"
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's symbol and the stem of its cubin."""
+        return f"sm90_router_gemm_{self.name}"
+
+    @property
+    def threads(self) -> int:
+        """A math warpgroup for each 64 rows, and one that loads and converts."""
+        return 128 * (self.tile_m // 64 + 1)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2 if self.tile_m == 64 else 1
+
+    @property
+    def _stage_bytes(self) -> int:
+        whole = self.layout != "nt" and self.b_dtype == "bf16"  # boxes of 64 columns
+        columns = _round_up(self.tile_n, 64) if whole else self.tile_n
+        return TILE_K * (4 * self.tile_m + BYTES[self.b_dtype] * columns)
+
+    @property
+    def _parts_bytes(self) -> int:
+        """Two buffers of the three BF16 parts of B."""
+        columns = self.tile_n if self.layout == "nt" else _round_up(self.tile_n, 64)
+        return 2 * 3 * columns * TILE_K * 2 if self.b_dtype == "f32" else 0
+
+    @property
+    def num_stages(self) -> int:
+        """As many as fit beside the parts, in half of an SM's shared memory where two CTAs share it."""
+        budget = (110 if self.ctas_per_sm == 2 else 224) * 1024
+        return min(12, (budget - self._parts_bytes) // self._stage_bytes)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA. The finished tile, with padded rows, reuses the stages."""
+        if self.layout == "nt":
+            tile = self.tile_n * (self.tile_m + 4) * 4
+        else:
+            tile = self.tile_m * (_round_up(self.tile_n, 32) + 8) * 4
+        loop = self.num_stages * self._stage_bytes + self._parts_bytes
+        return max(loop, tile) + 256  # barriers
+
+
+# (tile_m, tile_n, cluster_k), the policies that csrc/instances.cmake builds.
+_POLICIES: dict[tuple[Layout, Dtype], tuple[tuple[int, int, int], ...]] = {
+    ("nt", "f32"): (
+        (64, 8, 8),
+        (64, 16, 8),
+        (64, 24, 8),
+        (128, 40, 8),
+        (128, 80, 8),
+        (128, 152, 8),
+    ),
+    ("nt", "bf16"): ((64, 16, 8), (128, 40, 8), (128, 152, 8)),
+    ("nn", "f32"): (
+        (64, 32, 1),
+        (64, 48, 1),
+        (128, 32, 1),
+        (128, 64, 1),
+        (128, 80, 1),
+        (128, 96, 1),
+        (128, 128, 1),
+        (128, 160, 1),
+        (128, 192, 1),
+    ),
+    ("tn", "f32"): (
+        (64, 32, 1),
+        (128, 32, 1),
+        (128, 64, 1),
+        (128, 80, 1),
+        (128, 96, 1),
+        (128, 128, 1),
+    ),
+    ("tn", "bf16"): ((128, 64, 1), (128, 96, 1), (128, 128, 1)),
+}
+
+
+@cache
+def policies(layout: Layout, b_dtype: Dtype) -> tuple[RouterConfig, ...]:
+    """Returns every built configuration; none where B is converted to FP32 first."""
+    table = _POLICIES.get((layout, b_dtype), ())
+    return tuple(RouterConfig(layout, b_dtype, *policy) for policy in table)
+
+
+def all_configs() -> tuple[RouterConfig, ...]:
+    return tuple(config for kind in _POLICIES for config in policies(*kind))
+
+
+def forward_split(N: int, H: int) -> int:
+    """Returns how many CTAs share a forward's contraction. T is no argument, so that no bit depends on it."""
+    return 8
+
+
+def kernel_sizes(layout: Layout, T: int, N: int, H: int) -> tuple[int, int, int]:
+    """Returns the kernel's M, N, K for ``T`` tokens, which may be ``ROWS``."""
+    return {"nt": (N, T, H), "nn": (T, H, N), "tn": (N, H, T)}[layout]
+
+
+def is_valid(config: RouterConfig, T: int, N: int, H: int, any_split: bool = False) -> bool:
+    """Whether ``config`` computes the problem: the one statement of the kernel's limits.
+
+    ``any_split`` admits a forward whose contraction is split otherwise than :func:`forward_split` says. It
+    computes the problem too, but its bits differ from those that another T may get.
+    """
+    nt = config.layout == "nt"
+    tile_rows = config.tile_n if nt else config.tile_m  # of the result; each rank stores as many
+    return (
+        config.tile_m in (64, 128)
+        and 0 < config.tile_n <= 256
+        and config.tile_n % (8 if nt else 16) == 0
+        and config.cluster_k in range(1, 9)
+        and tile_rows % config.cluster_k == 0
+        and (config.layout != "nn" or config.b_dtype == "f32")
+        and config.num_stages >= 2
+        and config.smem_bytes <= SMEM_LIMIT
+        and (not nt or any_split or config.cluster_k == forward_split(N, H))
+        and 0 < min(T, N, H)
+        and max(T, N, H) <= MAX_SIZE
+        and grid(config, T, N, H) <= 1 << 30
+    )
+
+
+def ctas_per_row_tile(config: RouterConfig, N: int, H: int) -> int:
+    """Returns the CTAs for each :func:`row_tile` tokens, or all of them if tiles sum over all tokens."""
+    if config.layout == "nt":
+        tiles = _ceil_div(N, config.tile_m)
+    elif config.layout == "nn":
+        tiles = _ceil_div(H, config.tile_n)
+    else:
+        tiles = _ceil_div(N, config.tile_m) * _ceil_div(H, config.tile_n)
+    return tiles * config.cluster_k
+
+
+def row_tile(config: RouterConfig) -> int | None:
+    """Returns the tokens of a tile; None if every tile sums over all tokens."""
+    return {"nt": config.tile_n, "nn": config.tile_m, "tn": None}[config.layout]
+
+
+def grid(config: RouterConfig, T: int, N: int, H: int) -> int:
+    """Returns the CTAs to launch, in one dimension: a cluster for each tile."""
+    rows = row_tile(config)
+    return ctas_per_row_tile(config, N, H) * (_ceil_div(T, rows) if rows else 1)
+
+
+def candidates(
+    op: str, T: int, N: int, H: int, b_dtype: Dtype, num_sms: int
+) -> tuple[RouterConfig, ...]:
+    """Returns every valid configuration for a call, least estimated time first."""
+    valid = [c for c in policies(LAYOUTS[op], b_dtype) if is_valid(c, T, N, H)]
+    return tuple(sorted(valid, key=lambda c: estimated_cycles(c, T, N, H, num_sms)))
+
+
+def select_config(op: str, T: int, N: int, H: int, b_dtype: Dtype, num_sms: int) -> RouterConfig:
+    """Returns the configuration with the least estimated time.
+
+    Raises:
+        RuntimeError: no configuration computes the problem.
+    """
+    best = candidates(op, T, N, H, b_dtype, num_sms)
+    if not best:
+        raise RuntimeError(
+            f"cake::{op}: the CUDA kernels take T, N, H and the number of CTAs up to 2^30 each, got"
+            f" T = {T}, N = {N}, H = {H}; split the call"
+        )
+    return best[0]
+
+
+def estimated_cycles(config: RouterConfig, T: int, N: int, H: int, num_sms: int) -> float:
+    """Returns a model of the time, in SM clocks: rounds of tiles, times the cost of a tile.
+
+    A k-block of one CTA takes 300 clocks to arrive and be split, and its products one after the other. The
+    CTAs of an SM overlap, up to the longest of their products (2048 BF16 multiply-adds a clock), loads from
+    L2 (about 48 bytes a clock) and splits (some 10 instructions an element, 128 lanes, those of B in three
+    warps of each). A round adds the fill of its pipeline and its epilogue. 132 SMs hold 15 clusters of 8
+    at a time, since a cluster stays in one GPC.
+    """
+    M, N, K = kernel_sizes(config.layout, T, N, H)
+    tiles = _ceil_div(M, config.tile_m) * _ceil_div(N, config.tile_n)
+    clusters = num_sms if config.cluster_k == 1 else max(num_sms // config.cluster_k - 1, 1)
+    resident = min(config.ctas_per_sm, _ceil_div(tiles, clusters))
+    rounds = _ceil_div(tiles, clusters * resident)
+    k_blocks = _ceil_div(_ceil_div(K, TILE_K), config.cluster_k)
+    area, f32 = config.tile_m * config.tile_n, config.b_dtype == "f32"
+    products = (6 if f32 else 3) * area * TILE_K / 2048
+    loads = TILE_K * (4 * config.tile_m + BYTES[config.b_dtype] * config.tile_n) / 48
+    splits = TILE_K * 10 * (config.tile_m + f32 * config.tile_n) / 128
+    converters = TILE_K * 10 * f32 * config.tile_n / 96
+    alone = 300 + products * 64 / config.tile_m + config.tile_n / 2
+    k_block = max(alone, resident * max(products, loads, splits), converters)
+    return rounds * (k_blocks * k_block + resident * area / 8 + 1000) + 2000
+
+
+# ---- tensor maps ----
+
+
+def a_map(config: RouterConfig, T: int, N: int, H: int, ld: int) -> TensorMapGeometry:
+    """Map of A, FP32 with row stride ``ld`` elements: ``[M, K]`` (nt, nn) or ``[K, M]`` (tn)."""
+    M, _, K = kernel_sizes(config.layout, T, N, H)
+    if config.layout == "tn":
+        return TensorMapGeometry("f32", (M, K), (4 * ld,), (32, TILE_K))
+    return TensorMapGeometry("f32", (K, M), (4 * ld,), (16, config.tile_m), "NONE")
+
+
+def b_map(config: RouterConfig, T: int, N: int, H: int, ld: int) -> TensorMapGeometry:
+    """Map of B with row stride ``ld`` elements: ``[N, K]`` (nt) or ``[K, N]`` (nn, tn)."""
+    _, N, K = kernel_sizes(config.layout, T, N, H)
+    dtype, f32 = config.b_dtype, config.b_dtype == "f32"
+    strides = (BYTES[dtype] * ld,)
+    if config.layout == "nt":
+        swizzle = "128B" if f32 else "64B"
+        return TensorMapGeometry(dtype, (K, N), strides, (TILE_K, config.tile_n), swizzle)
+    if f32:
+        return TensorMapGeometry(dtype, (N, K), strides, (config.tile_n, TILE_K), "NONE")
+    return TensorMapGeometry(dtype, (N, K), strides, (64, TILE_K), "128B")
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil_div(a, b) * b
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,517 @@
+// FP32 router GEMM: D = A B in FP32 quality on bf16 tensor cores, for the three passes of a gate.
+//
+//   nt  forward         D^T[T, N] = (w[N, H] x[T, H]^T)^T   rows of A are experts, columns of B
+//   tokens nn  data gradient   dX[T, H]  = g[T, N] w[N, H] tn  weight gradient dW[N, H]  = g[T,
+//   N]^T x[T, H]
+//
+// A and B are f32; in nt and tn B (the tokens' x) may be bf16. M, N, K below are the kernel's own:
+// rows of A, columns of B, contraction.
+//
+// A CTA makes one tile of kTileM x kTileN over its part of K, 32 steps ("a chunk") at a time. One
+// warp loads raw chunks by TMA into a ring of stages; three warps split B's into bf16 parts
+// (bf16x3.cuh); one warpgroup for each 64 rows splits its rows of A in registers and multiplies.
+// Within a chunk the five small products come first and the large one last, all in one accumulator,
+// which is then added to the sum in FP32: tensor cores truncate when they accumulate (an H200 loses
+// 3e-6 over K = 6144), and so lose next to nothing.
+//
+// K is split over a cluster of kClusterK CTAs, each a run of chunks that depends on K alone. Their
+// sums meet in distributed shared memory and are added in the order of the ranks. So results are
+// repeatable, and a row of the result does not depend on how many others there are.
+//
+// A number without a split (Inf, NaN, or beyond bf16's range) makes its chunk fall back to FP32
+// multiply-adds, for its row or column alone: the others keep their bits.
+//
+// Launch: kThreads threads, grid = tiles of M (fastest) x tiles of N x kClusterK (cluster
+// dimensions are compiled in), dynamic shared memory as `smem_bytes` in
+// cake_ops/cuda/router_config.py. Parameters:
+//   map_a  f32, 2-D   nt, nn  dims (K, M)  box (32, kTileM)   tn  dims (M, K)  box (32, 32), 128B
+//   swizzle map_b  nt  f32  dims (K, N)  box (32, kTileN), 128B  bf16  the same with the 64B
+//   swizzle
+//          nn, tn  f32  dims (N, K)  box (kTileN, 32)    bf16  box (64, 32), 128B
+//   d, ldd     the result and its row stride in elements; nt stores it transposed
+//   M, N, K    int32
+//   output     bit 0: d is bf16; bit 1: add to d
+#include "cake/pipeline.cuh"
+#include "cake/tf32x3.cuh"
+
+namespace cake {
+
+enum class Layout { nt, nn, tn };
+
+constexpr int kBarrierBytes = 256;
+
+template <Layout kLayout_, bool kF32_, int kTileM_, int kTileN_, int kClusterK_>
+struct RouterConfig {
+  static constexpr Layout kLayout = kLayout_;
+  static constexpr bool kF32 = kF32_;  // B is f32 and split, or bf16 and its own only part
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_, kClusterK = kClusterK_;
+  static constexpr Major kMajorA = kLayout == Layout::tn ? Major::MN : Major::K;
+  static constexpr Major kMajorB = kLayout == Layout::nt ? Major::K : Major::MN;
+
+  static constexpr int kMathWarpgroups = kTileM / kAtomM;
+  static constexpr int kMathWarps = kMathWarpgroups * 4;
+  static constexpr int kMathThreads = kMathWarpgroups * 128;
+  static constexpr int kOtherWarps = 8;  // one loads, the others convert
+  static constexpr int kThreads = kMathThreads + kOtherWarps * 32;
+  // A group of converters is as wide as the tile where that is possible, and has a buffer of its
+  // own.
+  static constexpr int kConverterWarps = min_of(ceil_div(kTileN, 32), 4);
+  static constexpr int kConverterGroups = min_of((kOtherWarps - 1) / kConverterWarps, 4);
+  // Whether registers suffice for the fragments of two chunks.
+  static constexpr bool kAhead = kTileN <= (kF32 ? 96 : 80);
+  // Of a thread, where two math warpgroups need more than their share of 128.
+  static constexpr bool kReallocate = kMathWarpgroups == 2;
+  static constexpr int kMathRegisters = kTileN > (kF32 ? 80 : 96) ? 208 : 184;
+  static constexpr int kOtherRegisters = 256 - kMathRegisters;
+
+  using RawA = RawA<kMajorA, kTileM>;
+  using RawB = RawB<kMajorB, kF32, kTileN>;
+  static constexpr int kStageBytes = ceil_div(RawA::kBytes + RawB::kBytes, 1024) * 1024;
+  static constexpr int kLoadBytes = RawA::kBytes + RawB::kBytes;
+  static constexpr int kPartBytes = kTileN * 128;
+  static constexpr int kPartsBytes = (kF32 ? 2 : 1) * kPartBytes;
+  static constexpr int kPartsBuffers = max_of(kConverterGroups, 2);
+  static constexpr int kBudget = 224 * 1024;
+  static constexpr int kStages = min_of(12, (kBudget - kPartsBuffers * kPartsBytes) / kStageBytes);
+
+  // The finished tile reuses the stages: rows are experts' or tokens', as in d, padded against bank
+  // conflicts.
+  static constexpr int kTileRows = kLayout == Layout::nt ? kTileN : kTileM;
+  static constexpr int kTileColumns = kLayout == Layout::nt ? kTileM : kTileN;
+  static constexpr int kTilePitch =
+      kLayout == Layout::nt ? kTileM + 4 : ceil_div(kTileN, 32) * 32 + 8;
+
+  static constexpr int kLoopBytes = kStages * kStageBytes + kPartsBuffers * kPartsBytes;
+  static constexpr int kBarriers = max_of(kLoopBytes, kTileRows * kTilePitch * 4);
+  static constexpr int kSmemBytes = kBarriers + kBarrierBytes;
+
+  static_assert(kTileM == 64 || kTileM == 128, "a math warpgroup has 64 rows");
+  static_assert(kF32 || kLayout != Layout::nn, "w is f32");
+  static_assert(kStages >= 2 && kSmemBytes <= 232448, "227 KB of shared memory at most");
+  static_assert(kTileRows % kClusterK == 0, "each rank of the cluster stores as many rows");
+};
+
+// The named policies: layout, type of B, tile, cluster. Host side: cake_ops/cuda/router_config.py.
+namespace config {
+#define CAKE_POLICY(layout, b, f32, m, n, k) \
+  using layout##_##b##_##m##x##n##_k##k = RouterConfig<Layout::layout, f32, m, n, k>
+CAKE_POLICY(nt, f32, true, 64, 8, 8);
+CAKE_POLICY(nt, f32, true, 64, 16, 8);
+CAKE_POLICY(nt, f32, true, 64, 24, 8);
+CAKE_POLICY(nt, f32, true, 128, 40, 8);
+CAKE_POLICY(nt, f32, true, 128, 80, 8);
+CAKE_POLICY(nt, f32, true, 128, 152, 8);
+CAKE_POLICY(nt, bf16, false, 64, 24, 8);
+CAKE_POLICY(nt, bf16, false, 128, 40, 8);
+CAKE_POLICY(nt, bf16, false, 128, 152, 8);
+CAKE_POLICY(nn, f32, true, 64, 32, 1);
+CAKE_POLICY(nn, f32, true, 64, 48, 1);
+CAKE_POLICY(nn, f32, true, 128, 32, 1);
+CAKE_POLICY(nn, f32, true, 128, 64, 1);
+CAKE_POLICY(nn, f32, true, 128, 80, 1);
+CAKE_POLICY(nn, f32, true, 128, 96, 1);
+CAKE_POLICY(nn, f32, true, 128, 128, 1);
+CAKE_POLICY(tn, f32, true, 64, 32, 1);
+CAKE_POLICY(tn, f32, true, 128, 32, 1);
+CAKE_POLICY(tn, f32, true, 128, 64, 1);
+CAKE_POLICY(tn, f32, true, 128, 80, 1);
+CAKE_POLICY(tn, f32, true, 128, 96, 1);
+CAKE_POLICY(tn, f32, true, 128, 128, 1);
+CAKE_POLICY(tn, bf16, false, 128, 64, 1);
+CAKE_POLICY(tn, bf16, false, 128, 80, 1);
+CAKE_POLICY(tn, bf16, false, 128, 96, 1);
+#undef CAKE_POLICY
+}  // namespace config
+
+// The barriers of a CTA, by shared address, and the ring positions that each role carries.
+template <class Config>
+struct RouterBarriers {
+  u32 base;
+
+  __device__ __forceinline__ u32 full(int stage) const { return base + 8 * stage; }
+  __device__ __forceinline__ u32 empty(int stage) const {
+    return base + 8 * (Config::kStages + stage);
+  }
+  __device__ __forceinline__ u32 parts_full(int buffer) const {
+    return base + 8 * (2 * Config::kStages + buffer);
+  }
+  __device__ __forceinline__ u32 parts_empty(int buffer) const {
+    return base + 8 * (2 * Config::kStages + Config::kPartsBuffers + buffer);
+  }
+
+  // One warp; the caller then fences and synchronises.
+  __device__ __forceinline__ void init(int lane) const {
+    constexpr int kStages = Config::kStages, kBuffers = Config::kPartsBuffers;
+    for (int i = lane; i < 2 * (kStages + kBuffers); i += 32) {
+      const int arrivals = i < kStages       ? 1
+                           : i < 2 * kStages ? Config::kMathWarps + Config::kConverterWarps
+                           : i < 2 * kStages + kBuffers ? Config::kConverterWarps
+                                                        : Config::kMathWarps;
+      ptx::mbarrier_init(base + 8 * i, arrivals);
+    }
+  }
+};
+static_assert(8 * (2 * 12 + 2 * 4) <= kBarrierBytes, "room of the barriers");
+
+__device__ __forceinline__ void wait(u32 bar, u32 parity) {
+  while (!ptx::mbarrier_try_wait_parity(bar, parity)) {
+  }
+}
+
+// Where a CTA stands in the rings: chunk `c` of a pass is the (first + c)-th through the stages.
+template <class Config>
+struct Ring {
+  int first;
+
+  __device__ __forceinline__ int stage(int chunk) const {
+    return (first + chunk) % Config::kStages;
+  }
+  __device__ __forceinline__ u32 phase(int chunk) const {
+    return (first + chunk) / Config::kStages % 2;
+  }
+};
+
+// One thread: the loads of all chunks.
+template <class Config>
+__device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap& map_b,
+                                        const RouterBarriers<Config>& barriers, u32 stages, int m,
+                                        int n, int k, int chunks, Ring<Config> ring) {
+  constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk, k += kChunkK) {
+    const int stage = ring.stage(chunk);
+    const u32 full = barriers.full(stage);
+    const u32 a = stages + stage * Config::kStageBytes;
+    const u32 b = a + Config::RawA::kBytes;
+    wait(barriers.empty(stage), ring.phase(chunk) ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, Config::kLoadBytes);
+    if constexpr (Config::kMajorA == Major::K) {
+      ptx::cp_async_bulk_tensor_2d(a, map_a, full, k, m);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTileM; i += 32) {
+        ptx::cp_async_bulk_tensor_2d(a + i * 128, map_a, full, m + i, k);
+      }
+    }
+    if constexpr (Config::kMajorB == Major::K) {
+      ptx::cp_async_bulk_tensor_2d(b, map_b, full, k, n);
+    } else if constexpr (Config::kF32) {
+      ptx::cp_async_bulk_tensor_2d(b, map_b, full, n, k);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTileN; i += 64) {
+        ptx::cp_async_bulk_tensor_2d(b + i * 64, map_b, full, n + i, k);
+      }
+    }
+  }
+}
+
+// A group of converter warps: the parts of every kConverterGroups-th chunk of B.
+template <class Config>
+__device__ __forceinline__ void convert(const RouterBarriers<Config>& barriers, u32 stages,
+                                        u32 parts, int warp, int lane, int chunks) {
+  constexpr int kThreads = Config::kConverterWarps * 32, kBuffers = Config::kPartsBuffers;
+  const int thread = warp % Config::kConverterWarps * 32 + lane;
+  const Ring<Config> ring{0};
+#pragma unroll 1
+  for (int chunk = warp / Config::kConverterWarps; chunk < chunks;
+       chunk += Config::kConverterGroups) {
+    const int stage = ring.stage(chunk), buffer = chunk % kBuffers;
+    wait(barriers.full(stage), ring.phase(chunk));
+    wait(barriers.parts_empty(buffer), chunk / kBuffers % 2 ^ 1);
+    Config::RawB::template split<Config::kMajorA, kThreads>(
+        stages + stage * Config::kStageBytes + Config::RawA::kBytes,
+        parts + buffer * Config::kPartsBytes, thread);
+    ptx::fence_proxy_async_shared_cta();  // wgmma reads what was written here
+    __syncwarp();
+    if (lane == 0) {
+      ptx::mbarrier_arrive(barriers.parts_full(buffer));
+      ptx::mbarrier_arrive(barriers.empty(stage));
+    }
+  }
+}
+
+// acc = the chunk's products, the small ones first. B's parts are K-major with the 128-byte
+// swizzle.
+template <class Config>
+__device__ __forceinline__ void multiply_chunk(float (&acc)[Config::kTileN / 2], const Fragments& a,
+                                               u32 parts) {
+  constexpr u64 kLow = Config::kPartBytes >> 4, kStep = 32 >> 4;
+  using Product = WgmmaRs<Config::kTileN>;
+  const u64 b = make_descriptor(parts);
+#pragma unroll
+  for (int i = 0; i < Config::kTileN / 2; ++i) acc[i] = 0.0f;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {
+    Product::mma_async(acc, a.low[atom], b + atom * kStep);
+    if (Config::kF32) Product::mma_async(acc, a.high[atom], b + kLow + atom * kStep);
+  }
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {
+    Product::mma_async(acc, a.high[atom], b + atom * kStep);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// A math warpgroup: sum[64, kTileN] of all chunks. What is not multiplication overlaps with it: a
+// chunk's fragments are made while the chunk before it multiplies, or, where registers do not
+// suffice for both, the two warpgroups take turns to multiply.
+template <class Config>
+__device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
+                                         const RouterBarriers<Config>& barriers, u32 stages,
+                                         u32 parts, int row, int lane, int chunks) {
+  constexpr bool kTurns = !Config::kAhead && Config::kMathWarpgroups == 2;
+  const int warpgroup = row / kAtomM;
+  const typename Config::RawA raw(row, lane % 4);
+  const Ring<Config> ring{0};
+#pragma unroll
+  for (int i = 0; i < Config::kTileN / 2; ++i) sum[i] = 0.0f;
+  StageState<Config::kPartsBuffers> in;
+  Fragments fragments[2];
+  const auto load = [&](Fragments& a, int chunk) {
+    const int stage = ring.stage(chunk);
+    wait(barriers.full(stage), ring.phase(chunk));
+    raw.load(a, stages + stage * Config::kStageBytes);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barriers.empty(stage));
+  };
+  const auto step = [&](Fragments& a, Fragments& next, int chunk) {
+    if (!Config::kAhead) load(a, chunk);
+    float acc[Config::kTileN / 2];
+    wait(barriers.parts_full(in.stage), in.phase);
+    if (kTurns) ptx::bar_sync(2 + warpgroup, Config::kMathThreads);
+    multiply_chunk<Config>(acc, a, parts + in.stage * Config::kPartsBytes);
+    if (kTurns && (warpgroup == 0 || chunk + 1 < chunks)) {
+      ptx::bar_arrive(3 - warpgroup, Config::kMathThreads);
+    }
+    if (Config::kAhead && chunk + 1 < chunks) load(next, chunk + 1);
+    ptx::wgmma_wait_group<0>();
+    if (lane == 0) ptx::mbarrier_arrive(barriers.parts_empty(in.stage));
+#pragma unroll
+    for (int i = 0; i < Config::kTileN / 2; ++i) sum[i] += acc[i];
+    in.advance();
+  };
+  if (kTurns && warpgroup == 1 && chunks > 0) ptx::bar_arrive(2, Config::kMathThreads);
+  if (Config::kAhead && chunks > 0) load(fragments[0], 0);
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; chunk += 2) {
+    step(fragments[0], fragments[1], chunk);
+    if (chunk + 1 < chunks) step(fragments[1], fragments[0], chunk + 1);
+  }
+}
+
+// The same sums by FP32 multiply-adds over the raw chunks, for those that are not finite. They turn
+// through exact[0..3], so that the code is short: what is fetched and never run costs time, too.
+template <class Config>
+__device__ __forceinline__ void multiply_add(float (&sum)[Config::kTileN / 2],
+                                             const RouterBarriers<Config>& barriers, u32 stages,
+                                             int row, int lane, int chunks) {
+  constexpr int kCount = Config::kTileN / 2;
+  const Ring<Config> ring{chunks};
+  float exact[kCount] = {};
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int stage = ring.stage(chunk);
+    const u32 raw_a = stages + stage * Config::kStageBytes;
+    const u32 raw_b = raw_a + Config::RawA::kBytes;
+    wait(barriers.full(stage), ring.phase(chunk));
+#pragma unroll 1
+    for (int column = lane % 4 * 2; column < Config::kTileN; column += 8) {
+      float turn[4] = {exact[0], exact[1], exact[2], exact[3]};
+#pragma unroll 1
+      for (int k = 0; k < kChunkK; ++k) {
+        const float a[2] = {ptx::ld_shared_f32(raw_a + Config::RawA::address(row, k)),
+                            ptx::ld_shared_f32(raw_a + Config::RawA::address(row + 8, k))};
+        const float b[2] = {Config::RawB::value(raw_b, column, k),
+                            Config::RawB::value(raw_b, column + 1, k)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) turn[i] = fmaf(a[i / 2], b[i % 2], turn[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        exact[i] = i < kCount - 4 ? exact[i + 4] : turn[i - kCount + 4];
+    }
+    __syncwarp();
+    if (lane == 0) {
+      ptx::mbarrier_arrive(barriers.empty(stage));
+      if (row == 0) {  // for the converters, who have no part in this
+        for (int i = 0; i < Config::kConverterWarps; ++i)
+          ptx::mbarrier_arrive(barriers.empty(stage));
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum[i] = is_finite(sum[i]) ? sum[i] : exact[i];
+}
+
+// A math warpgroup's sums -> the finished tile in shared memory, rows as in d.
+template <class Config>
+__device__ __forceinline__ void write_tile(const float (&sum)[Config::kTileN / 2], u32 tile,
+                                           int row, int q) {
+  constexpr int kPitch = Config::kTilePitch * 4;
+#pragma unroll
+  for (int j = 0; j < Config::kTileN / 8; ++j) {
+    const float* s = sum + 4 * j;
+    const int column = 8 * j + 2 * q;
+    if constexpr (Config::kLayout == Layout::nt) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::st_shared_f32(tile + (column + i % 2) * kPitch + (row + i / 2 * 8) * 4, s[i]);
+      }
+    } else {
+      ptx::st_shared_v2_f32(tile + row * kPitch + column * 4, s[0], s[1]);
+      ptx::st_shared_v2_f32(tile + (row + 8) * kPitch + column * 4, s[2], s[3]);
+    }
+  }
+}
+
+// Four columns of the finished tile: its own sum, or those of all ranks, added in their order.
+template <class Config>
+__device__ __forceinline__ float4 load_quad(u32 tile, u32 offset) {
+  if constexpr (Config::kClusterK == 1) {
+    return ptx::ld_shared_v4_f32(tile + offset);
+  } else {
+    float4 part[Config::kClusterK];
+#pragma unroll
+    for (int r = 0; r < Config::kClusterK; ++r) {
+      part[r] = ptx::ld_shared_cluster_v4_f32(ptx::mapa_shared_cluster(tile + offset, r));
+    }
+#pragma unroll
+    for (int r = 1; r < Config::kClusterK; ++r) {
+      part[0].x += part[r].x, part[0].y += part[r].y;
+      part[0].z += part[r].z, part[0].w += part[r].w;
+    }
+    return part[0];
+  }
+}
+
+// The math threads of all ranks: the finished tile into d, each rank its share of the rows. `rows`
+// and `columns` bound the tile in d.
+template <class Config>
+__device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows, int columns,
+                                           int rank, int output, int thread) {
+  constexpr int kQuads = Config::kTileColumns / 4;
+  constexpr int kRows = Config::kTileRows / Config::kClusterK;
+  const bool low = output & 1, add = output & 2;
+  const int first_row = rank * kRows;
+  if (!low && (reinterpret_cast<u64>(d) | 4 * ldd) % 16 == 0 && columns % 4 == 0) {
+#pragma unroll(Config::kClusterK == 1 ? 4 : 1)
+    for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
+      const int row = first_row + item / kQuads, column = item % kQuads * 4;
+      if (row >= rows || column >= columns) continue;
+      float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
+      float4* to = reinterpret_cast<float4*>(static_cast<float*>(d) + row * ldd + column);
+      if (add) {
+        const float4 old = *to;
+        sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
+      }
+      *to = sum;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
+    const int row = first_row + item / kQuads, column = item % kQuads * 4;
+    if (row >= rows) break;
+    const float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (column + i >= columns) break;
+      const i64 at = row * ldd + column + i;
+      if (low) {
+        bf16* to = static_cast<bf16*>(d) + at;
+        const float value = values[i] + (add ? bf16_float(*to) : 0.0f);
+        *to = static_cast<bf16>(ptx::cvt_rn_bf16x2_f32(value, 0.0f));
+      } else {
+        float* to = static_cast<float*>(d) + at;
+        *to = values[i] + (add ? *to : 0.0f);
+      }
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void router_gemm(const TensorMap& map_a, const TensorMap& map_b, void* d,
+                                            i64 ldd, int M, int N, int K, int output) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 stages = ptx::shared_address(smem);
+  const u32 parts = stages + Config::kStages * Config::kStageBytes;
+  const RouterBarriers<Config> barriers{stages + Config::kBarriers};
+
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // uniform, and the compiler knows
+  const int lane = lane_id();
+  const int rank = Config::kClusterK == 1 ? 0 : ptx::cluster_ctarank();
+  const int tile = blockIdx.x / Config::kClusterK;
+  const int m = tile % ceil_div(M, Config::kTileM) * Config::kTileM;
+  const int n = tile / ceil_div(M, Config::kTileM) * Config::kTileN;
+  const int all_chunks = ceil_div(K, kChunkK);
+  const int rank_chunks = ceil_div(all_chunks, Config::kClusterK);
+  const int first_chunk = min(rank * rank_chunks, all_chunks);
+  const int chunks = min(rank_chunks, all_chunks - first_chunk);
+
+  if (warp == 0) {
+    if (lane < 2) ptx::prefetch_tensormap(lane == 0 ? map_a : map_b);
+    barriers.init(lane);
+    ptx::fence_mbarrier_init_release_cluster();
+  }
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  if (warp < Config::kMathWarps) {
+    if constexpr (Config::kReallocate) ptx::setmaxnreg_inc<Config::kMathRegisters>();
+    const int row = warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
+    float sum[Config::kTileN / 2];
+    multiply<Config>(sum, barriers, stages, parts, row, lane, chunks);
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < Config::kTileN / 2; ++i) finite &= is_finite(sum[i]);
+    if (ptx::bar_red_or(0, !finite)) {
+      multiply_add<Config>(sum, barriers, stages, row, lane, chunks);
+      ptx::bar_sync(1, Config::kMathThreads);  // the stages have been read
+    }
+    write_tile<Config>(sum, stages, row, lane % 4);
+    cluster_sync<Config::kClusterK>();
+    constexpr bool kTransposed = Config::kLayout == Layout::nt;
+    const int first_row = kTransposed ? n : m, first_column = kTransposed ? m : n;
+    const i64 at = first_row * ldd + first_column;
+    char* to = static_cast<char*>(d) + at * (output & 1 ? 2 : 4);
+    store_tile<Config>(stages, to, ldd, (kTransposed ? N : M) - first_row,
+                       (kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
+  } else {
+    if constexpr (Config::kReallocate) ptx::setmaxnreg_dec<Config::kOtherRegisters>();
+    const int k = first_chunk * kChunkK, converter = warp - Config::kMathWarps - 1;
+    if (converter >= 0) {
+      if (converter < Config::kConverterGroups * Config::kConverterWarps) {
+        convert<Config>(barriers, stages, parts, converter, lane, chunks);
+      }
+    } else {
+      if (lane == 0) produce(map_a, map_b, barriers, stages, m, n, k, chunks, Ring<Config>{0});
+      __syncwarp();
+      ptx::griddepcontrol_launch_dependents();
+    }
+    if (ptx::bar_red_or(0, false)) {
+      if (warp == Config::kMathWarps && lane == 0) {
+        produce(map_a, map_b, barriers, stages, m, n, k, chunks, Ring<Config>{chunks});
+      }
+      __syncwarp();
+    }
+    cluster_sync<Config::kClusterK>();
+  }
+  // A tile must outlive the peers' reads.
+  if constexpr (Config::kClusterK > 1) cluster_sync<Config::kClusterK>();
+}
+
+}  // namespace cake
+
+using Config = cake::config::CAKE_CONFIG;
+
+extern "C" __global__ void __cluster_dims__(Config::kClusterK, 1, 1)
+    __launch_bounds__(Config::kThreads, 1)
+        CAKE_CONCATENATE(sm90_router_gemm_,
+                         CAKE_CONFIG)(const __grid_constant__ cake::TensorMap map_a,
+                                      const __grid_constant__ cake::TensorMap map_b, void* d,
+                                      cake::i64 ldd, int M, int N, int K, int output) {
+  cake::router_gemm<Config>(map_a, map_b, d, ldd, M, N, K, output);
+}

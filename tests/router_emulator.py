@@ -1,0 +1,160 @@
+"""The router kernel on the CPU, from nothing but what a launch hands to the driver.
+
+:class:`EmulatedRouterPlan` stands in for ``cake_ops.cuda.launch.Plan``. It knows of a kernel what its name
+says, expects the tensor maps that ``csrc/kernels/sm90_router_gemm.cu`` asks for, and finds its operands
+through them. So a CPU test sees a route that passes a wrong stride, box, size or number of CTAs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from emulator import DTYPES, tensor_at, through_map, with_rows
+from torch import Tensor
+
+import cake_ops
+from cake_ops._library import OPS, PLAIN
+from cake_ops.cuda import router_routes
+from cake_ops.cuda.config import ROWS, TensorMapGeometry
+from cake_ops.cuda.launch import I32, I64, POINTER
+from cake_ops.cuda.routes import RouteCache
+from cake_ops.routing import reset_router_routes
+
+GPU = "NVIDIA H200"
+SWIZZLE_BYTES = {"64B": 64, "128B": 128}
+
+
+def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
+    """The rules that cuTensorMapEncodeTiled has for a 2-D map."""
+    size = DTYPES[geometry.dtype].itemsize
+    assert address % 16 == 0
+    assert len(geometry.dims) == len(geometry.box) == 2 and len(geometry.strides) == 1
+    assert all(0 < n <= 2**32 for n in geometry.dims)
+    assert 0 < geometry.strides[0] < 2**40 and geometry.strides[0] % 16 == 0
+    assert geometry.strides[0] >= geometry.dims[0] * size
+    assert all(0 < n <= 256 for n in geometry.box)
+    row = geometry.box[0] * size
+    assert row % 16 == 0
+    assert geometry.swizzle == "NONE" or row == SWIZZLE_BYTES[geometry.swizzle]
+    assert geometry.l2_promotion == "L2_256B"
+
+
+def boxes(
+    layout: str, b_dtype: str, tile_m: int, tile_n: int
+) -> tuple[tuple[str, tuple[int, int], str], ...]:
+    """Element type, box and swizzle of A's and B's maps, as the kernel's header states them."""
+    a = ("f32", (32, 32), "128B") if layout == "tn" else ("f32", (16, tile_m), "NONE")
+    b = {
+        ("nt", "f32"): ((32, tile_n), "128B"),
+        ("nt", "bf16"): ((32, tile_n), "64B"),
+        ("nn", "f32"): ((tile_n, 32), "NONE"),
+        ("tn", "f32"): ((tile_n, 32), "NONE"),
+        ("tn", "bf16"): ((64, 32), "128B"),
+    }[layout, b_dtype]
+    return a, (b_dtype, *b)
+
+
+class EmulatedRouterPlan:
+    """A router kernel's plan whose launches compute at once; ``launched`` names them."""
+
+    launched: ClassVar[list[str]] = []
+
+    def __init__(
+        self,
+        name: str,
+        device: int,
+        grid: int,
+        threads: int,
+        smem_bytes: int,
+        maps: tuple[TensorMapGeometry, ...],
+        parameters: tuple[Any, ...],
+        tile_rows: int | None = None,
+        swapped: bool = False,
+    ) -> None:
+        match = re.fullmatch(r"sm90_router_gemm_(nt|nn|tn)_(f32|bf16)_(\d+)x(\d+)_k(\d+)", name)
+        assert match
+        self.name, self.maps, self.parameters = name, maps, parameters
+        self.layout, self.b_dtype = match[1], match[2]
+        self.tile_m, self.tile_n, self.cluster_k = map(int, match.groups()[2:])
+        self.grid, self.tile_rows, self.swapped = grid, tile_rows, swapped
+        assert threads == 2 * self.tile_m + 128 and 0 < smem_bytes <= 227 * 1024
+        assert swapped == (self.layout == "nt")
+
+    def run(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        self.launched.append(self.name)
+        rows = a.shape[0]
+        assert rows > 0
+        assert [p if p == POINTER else p[0] for p in self.parameters] == [POINTER, I64, *[I32] * 4]
+        ld, *sizes, output = [p[1] for p in self.parameters[1:]]
+        assert sizes.count(ROWS) == 1
+        M, N, K = (rows if size == ROWS else size for size in sizes)
+        tiles = -(-M // self.tile_m) * -(-N // self.tile_n)
+        ctas = self.grid * -(-rows // self.tile_rows) if self.tile_rows else self.grid
+        assert ctas == tiles * self.cluster_k
+        maps = [with_rows(geometry, rows) for geometry in self.maps]
+        operands = (b, a) if self.swapped else (a, b)
+        expected = boxes(self.layout, self.b_dtype, self.tile_m, self.tile_n)
+        for geometry, operand, box in zip(maps, operands, expected, strict=True):
+            assert_encodable(geometry, operand.data_ptr())
+            assert (geometry.dtype, geometry.box, geometry.swizzle) == box
+            assert operand.dtype == DTYPES[geometry.dtype]
+        a, b = (
+            through_map(g, operand.data_ptr()) for g, operand in zip(maps, operands, strict=True)
+        )
+        a = a.t() if self.layout == "tn" else a
+        b = b.t() if self.layout == "nt" else b
+        assert a.shape == (M, K) and b.shape == (K, N)
+        result = a.double() @ b.double()
+        if self.layout == "nt":
+            result = result.t()
+        dtype = DTYPES["bf16" if output & 1 else "f32"]
+        assert out.dtype == dtype
+        to = tensor_at(out.data_ptr(), dtype, tuple(result.shape), (ld, 1))
+        to.copy_(result + to.double() if output & 2 else result)
+
+
+@contextmanager
+def emulated_router(monkeypatch: pytest.MonkeyPatch, cache_home: str) -> Iterator[list[str]]:
+    """CPU tensors go through the CUDA backend; yields the names of the kernels that are launched."""
+    for name in OPS:
+        if name.startswith("router_mm"):
+            op = OPS[name]
+            monkeypatch.setitem(op.launch, PLAIN["CPU"], op.launch[PLAIN["CUDA"]])
+            for table in (op.explain, op.prepare):
+                if table:
+                    monkeypatch.setitem(table, "CPU", table["CUDA"])
+    monkeypatch.setattr(router_routes, "Plan", EmulatedRouterPlan)
+    monkeypatch.setattr(router_routes, "no_kernels_reason", lambda device: "")
+    monkeypatch.setattr(router_routes, "num_sms", lambda device: 132)
+    monkeypatch.setattr(router_routes, "gpu_name", lambda device: GPU)
+    monkeypatch.setattr(EmulatedRouterPlan, "launched", [])
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
+    cake_ops.clear_caches()
+    reset_router_routes()
+    yield EmulatedRouterPlan.launched
+    cake_ops.clear_caches()
+    reset_router_routes()
+
+
+def count_misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by one at each call that is planned."""
+    planned: list[int] = []
+    add = RouteCache.add
+
+    def counting(self, key, *call):
+        planned.append(1)
+        return add(self, key, *call)
+
+    monkeypatch.setattr(RouteCache, "add", counting)
+    return planned
+
+
+def make(tokens: int = 63, experts: int = 40, hidden: int = 72) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w, g in FP32."""
+    x, w = torch.randn(tokens, hidden), torch.randn(experts, hidden)
+    return x, w, torch.randn(tokens, experts)

@@ -1,0 +1,296 @@
+"""Planning of the router GEMM launches and packing of their arguments, without a GPU.
+
+A test called after a case (h31, ..) is a defect that users of another package met once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_cuda_config
+from emulator import with_rows
+from router_emulator import assert_encodable, boxes
+from test_cuda_config import Driver, at
+
+from cake_ops.cuda import router_config, tensor_map
+from cake_ops.cuda.config import MAX_SIZE, ROWS, SMEM_LIMIT, TensorMapGeometry, rows_bucket
+from cake_ops.cuda.driver import manifest
+from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
+from cake_ops.cuda.router_config import (
+    LAYOUTS,
+    RouterConfig,
+    a_map,
+    all_configs,
+    b_map,
+    candidates,
+    ctas_per_row_tile,
+    estimated_cycles,
+    forward_split,
+    grid,
+    is_valid,
+    kernel_sizes,
+    policies,
+    row_tile,
+    select_config,
+)
+
+driver = test_cuda_config.driver  # the fixture: a driver that only looks
+
+SMS = 132
+BASE = 1 << 20  # an address that every tensor map can have
+OPS = {layout: op for op, layout in LAYOUTS.items()}
+KINDS = [
+    (op, b_dtype)
+    for op, layout in LAYOUTS.items()
+    for b_dtype in ("f32", "bf16")
+    if policies(layout, b_dtype)
+]
+SIZES = [(1, 1, 1), (7, 63, 100), (64, 256, 4096), (1000, 8, 5120), (16384, 512, 6144)]  # T, N, H
+
+each_config = pytest.mark.parametrize("config", all_configs(), ids=lambda config: config.symbol)
+
+
+# Configurations
+
+
+@each_config
+def test_every_policy_is_valid_and_fits(config: RouterConfig) -> None:
+    assert config.num_stages >= 2 and config.smem_bytes <= SMEM_LIMIT
+    assert config.ctas_per_sm * (config.smem_bytes + 1024) <= 228 * 1024
+    assert config.threads == 2 * config.tile_m + 128
+    for T, N, H in (*SIZES, (MAX_SIZE, 8, 8), (1, 8, MAX_SIZE), (8, MAX_SIZE, 1)):
+        assert is_valid(config, T, N, H)
+
+
+def test_names_are_unique_and_complete() -> None:
+    names = [config.name for config in all_configs()]
+    assert len(set(names)) == len(names)
+    config = RouterConfig("nt", "f32", 128, 40, 8)
+    assert config.symbol == "sm90_router_gemm_nt_f32_128x40_k8"
+    assert not policies("nn", "bf16"), "w is FP32 in the data gradient"
+
+
+def test_shared_memory_of_a_policy() -> None:
+    """By hand: stages of A and B, two buffers of three parts, barriers; or the padded tile."""
+    config = RouterConfig("nt", "f32", 128, 40, 8)
+    stage, parts = (128 + 40) * 32 * 4, 2 * 3 * 40 * 32 * 2
+    assert config.num_stages == (224 * 1024 - parts) // stage == 9
+    assert config.smem_bytes == 9 * stage + parts + 256
+    config = RouterConfig("tn", "bf16", 128, 96, 1)  # boxes of 64 columns: 128
+    stage = (128 * 4 + 128 * 2) * 32
+    assert config.smem_bytes == (224 * 1024 // stage) * stage + 256
+
+
+@each_config
+def test_what_no_kernel_computes_is_invalid(config: RouterConfig) -> None:
+    op = OPS[config.layout]
+    for T, N, H in (
+        (0, 8, 8),
+        (8, 0, 8),
+        (8, 8, 0),
+        (MAX_SIZE + 1, 8, 8),
+        (8, MAX_SIZE + 1, 8),
+        (8, 8, MAX_SIZE + 1),
+    ):
+        assert not is_valid(config, T, N, H)
+        with pytest.raises(RuntimeError, match=f"cake::{op}: .* T = {T}, N = {N}, H = {H};"):
+            select_config(op, T, N, H, config.b_dtype, SMS)
+
+
+def test_too_many_tiles_are_invalid() -> None:
+    assert not is_valid(policies("nt", "f32")[0], MAX_SIZE, 1 << 20, 8)
+    assert not is_valid(policies("nn", "f32")[0], MAX_SIZE, 8, 1 << 20)
+    assert not is_valid(policies("tn", "f32")[0], 8, MAX_SIZE, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RouterConfig("nt", "f32", 96, 40, 8),
+        RouterConfig("nt", "f32", 128, 42, 8),
+        RouterConfig("nt", "f32", 128, 0, 8),
+        RouterConfig("nt", "f32", 128, 40, 16),
+        RouterConfig("nt", "f32", 128, 40, 3),
+        RouterConfig("nt", "f32", 128, 40, 0),
+        RouterConfig("nn", "bf16", 128, 64, 1),
+        RouterConfig("nn", "f32", 128, 40, 1),
+        RouterConfig("tn", "f32", 128, 272, 1),
+    ],
+    ids=lambda config: config.name,
+)
+def test_policies_that_cannot_be_built_are_invalid(config: RouterConfig) -> None:
+    assert not is_valid(config, 64, 256, 4096, any_split=True)
+
+
+@each_config
+@pytest.mark.parametrize("T, N, H", SIZES)
+def test_every_tile_has_a_cluster(config: RouterConfig, T: int, N: int, H: int) -> None:
+    M, columns, _ = kernel_sizes(config.layout, T, N, H)
+    tiles = len(range(0, M, config.tile_m)) * len(range(0, columns, config.tile_n))
+    assert grid(config, T, N, H) == tiles * config.cluster_k
+    rows = row_tile(config)
+    assert (rows is None) == (config.layout == "tn")
+    if rows:
+        assert grid(config, T, N, H) == len(range(0, T, rows)) * ctas_per_row_tile(config, N, H)
+
+
+@pytest.mark.parametrize("op, b_dtype", KINDS)
+@pytest.mark.parametrize("T, N, H", SIZES)
+def test_candidates_are_in_the_order_of_their_estimates(
+    op: str, b_dtype: Any, T: int, N: int, H: int
+) -> None:
+    found = candidates(op, T, N, H, b_dtype, SMS)
+    assert set(found) == set(policies(LAYOUTS[op], b_dtype))
+    estimates = [estimated_cycles(config, T, N, H, SMS) for config in found]
+    assert estimates == sorted(estimates) and min(estimates) > 0
+    assert select_config(op, T, N, H, b_dtype, SMS) == found[0]
+
+
+@pytest.mark.parametrize("b_dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("N, H", [(8, 64), (256, 4096), (100, 257), (512, 6144)])
+def test_h31_a_forward_splits_its_contraction_alike_at_every_t(
+    b_dtype: Any, N: int, H: int
+) -> None:
+    chosen = {
+        select_config("router_mm", T, N, H, b_dtype, SMS)
+        for T in sorted({rows_bucket(T) for T in range(1, 16385)})
+    }
+    assert {config.cluster_k for config in chosen} == {forward_split(N, H)}
+    assert len(chosen) > 1, "several configurations were meant to be compared"
+    other = RouterConfig("nt", b_dtype, 128, 40, 4)
+    assert not is_valid(other, 64, N, H) and is_valid(other, 64, N, H, any_split=True)
+
+
+@pytest.mark.parametrize("op, b_dtype", KINDS)
+def test_choices_fill_the_gpu_where_they_can(op: str, b_dtype: Any) -> None:
+    for H in (4096, 5120, 6144):
+        for T in (64, 256, 1024):
+            config = select_config(op, T, 256, H, b_dtype, SMS)
+            assert grid(config, T, 256, H) >= SMS // 3
+
+
+# Tensor maps
+
+
+@each_config
+@pytest.mark.parametrize("T, N, H", [*SIZES, (MAX_SIZE, MAX_SIZE, MAX_SIZE)])
+@pytest.mark.parametrize("padding", [0, 8])
+def test_tensor_maps_keep_the_rules_of_the_driver(
+    config: RouterConfig, T: int, N: int, H: int, padding: int
+) -> None:
+    ld_n, ld_h = (n + -n % 8 + padding for n in (N, H))
+    ld_a = ld_h if config.layout == "nt" else ld_n
+    maps = (a_map(config, ROWS, N, H, ld_a), b_map(config, ROWS, N, H, ld_h))
+    expected = boxes(config.layout, config.b_dtype, config.tile_m, config.tile_n)
+    for geometry, box in zip(maps, expected, strict=True):
+        assert_encodable(with_rows(geometry, T), BASE)
+        assert (geometry.dtype, geometry.box, geometry.swizzle) == box
+
+
+def test_geometry_of_the_maps() -> None:
+    """T tokens, 63 experts, hidden size 100; strides in bytes."""
+    nt, nn = RouterConfig("nt", "f32", 128, 40, 8), RouterConfig("nn", "f32", 128, 80, 1)
+    assert a_map(nt, ROWS, 63, 100, 104) == TensorMapGeometry(
+        "f32", (100, 63), (416,), (16, 128), "NONE"
+    )
+    assert b_map(nt, ROWS, 63, 100, 100) == TensorMapGeometry(
+        "f32", (100, ROWS), (400,), (32, 40), "128B"
+    )
+    assert b_map(RouterConfig("nt", "bf16", 64, 16, 8), ROWS, 63, 100, 104) == TensorMapGeometry(
+        "bf16", (100, ROWS), (208,), (32, 16), "64B"
+    )
+    assert a_map(nn, ROWS, 63, 100, 64) == TensorMapGeometry(
+        "f32", (63, ROWS), (256,), (16, 128), "NONE"
+    )
+    assert b_map(nn, ROWS, 63, 100, 100) == TensorMapGeometry(
+        "f32", (100, 63), (400,), (80, 32), "NONE"
+    )
+    tn = RouterConfig("tn", "bf16", 128, 96, 1)
+    assert a_map(tn, ROWS, 63, 100, 64) == TensorMapGeometry(
+        "f32", (63, ROWS), (256,), (32, 32), "128B"
+    )
+    assert b_map(tn, ROWS, 63, 100, 104) == TensorMapGeometry(
+        "bf16", (100, ROWS), (208,), (64, 32), "128B"
+    )
+
+
+@pytest.mark.parametrize("swizzle", ["NONE", "64B", "128B"])
+def test_a_map_is_encoded_as_its_geometry_says(
+    monkeypatch: pytest.MonkeyPatch, swizzle: str
+) -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    calls: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bindings, name)
+
+        def cuTensorMapEncodeTiled(self, *call: Any) -> tuple[Any, ...]:
+            calls.append(call)
+            return 0, SimpleNamespace(getPtr=lambda: 0x1230)
+
+    monkeypatch.setattr(tensor_map, "driver", Recorder)
+    geometry = TensorMapGeometry("f32", (100, ROWS), (400,), (16, 64), swizzle)
+    assert tensor_map._encode(0x40, 9, geometry)[0] == 0x1230
+    dtype, rank, address, *sizes, _, swizzled, promotion, fill = calls[0]
+    assert dtype.name.endswith("FLOAT32") and (rank, address) == (2, 0x40)
+    assert [[int(n) for n in values] for values in sizes] == [[100, 9], [400], [16, 64], [1, 1]]
+    assert swizzled.name == f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"
+    assert promotion.name.endswith("L2_256B") and fill.name.endswith("NONE")
+
+
+# Launching, with a driver that only looks
+
+ROUTER = (POINTER, (I64, 1 << 40), (I32, 63), (I32, ROWS), (I32, -3), (I32, 2))
+WIDTHS = [ctypes.c_uint64] * 3 + [ctypes.c_int64] + [ctypes.c_int32] * 4
+OPERANDS = at(0x10, 0x20, 0x30)  # out, a, b
+
+
+def plan(driver: Driver, swapped: bool = False, tile_rows: int | None = 40) -> Plan:
+    driver.widths = WIDTHS
+    fixed = TensorMapGeometry("f32", (100, 63), (400,), (16, 128), "NONE")
+    ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 40))
+    maps = (fixed, ragged) if swapped else (ragged, fixed)
+    return Plan("name", 0, 6, 384, 1000, maps, ROUTER, tile_rows, swapped)
+
+
+def test_arguments_without_offsets_and_map_of_the_result(driver: Driver) -> None:
+    plan(driver).run(*OPERANDS)
+    mapped = 0x20 + (7 << 48)  # the stand-in of the map of operand a with 7 rows
+    assert driver.launches[0].values == [mapped, 0x30, 0x10, 1 << 40, 63, 7, -3, 2]
+    assert driver.launches[0].config.gridDimX == 6
+
+
+def test_swapped_operands_keep_the_rows_of_the_first(driver: Driver) -> None:
+    plan(driver, swapped=True).run(*OPERANDS)
+    mapped = 0x20 + (7 << 48)
+    assert driver.launches[0].values == [0x30, mapped, 0x10, 1 << 40, 63, 7, -3, 2]
+
+
+def test_both_maps_may_have_rows(driver: Driver) -> None:
+    driver.widths = WIDTHS
+    ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 32))
+    both = Plan("name", 0, 6, 384, 1000, (ragged, ragged), ROUTER)
+    for rows in (7, 9, 7):
+        both.run(*at(0x10, 0x20, 0x30, rows=rows))
+        shift = rows << 48
+        assert driver.launches[-1].values[:2] == [0x20 + shift, 0x30 + shift]
+        assert driver.launches[-1].config.gridDimX == 6
+
+
+def test_the_grid_follows_the_rows_on_every_stream(driver: Driver) -> None:
+    launched = plan(driver)
+    for stream in (0, 7, *range(100, 100 + 2 * MAX_STREAMS), 7):
+        driver.stream = stream
+        for rows in (40, 41, 1, 4000, 40):
+            launched.run(*at(0x10, 0x20, 0x30, rows=rows))
+            config = driver.launches[-1].config
+            assert int(config.hStream) == stream and config.gridDimX == 6 * -(-rows // 40)
+
+
+def test_the_policies_are_the_kernels_that_are_built() -> None:
+    built = {name for name in manifest() if name.startswith("sm90_router_gemm")}
+    assert {config.symbol for config in router_config.all_configs()} == built

@@ -1,0 +1,177 @@
+"""The pages in docs/: the API page is what the docstrings make, links lead somewhere, figures are the measured ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import cake_ops
+import cake_ops.distributed
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+API, PEERS = (ROOT / "docs/api.md").read_text(), (ROOT / "docs/peers.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs/generate_api.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"(?s)^```.*?^```$", "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# The API page
+
+
+def test_api_page_is_up_to_date(generator: ModuleType) -> None:
+    assert generator.render() == API, "make docs"
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    modules = {"cake_ops": cake_ops, "cake_ops.distributed": cake_ops.distributed}
+    for name in ("functional", "nn", "profiling", "testing"):
+        modules[f"cake_ops.{name}"] = getattr(cake_ops, name)
+    public = {
+        f"{module}.{name}"
+        for module, found in modules.items()
+        for name in found.__all__
+        if name != "__version__" and not isinstance(getattr(found, name), ModuleType)
+    }
+    for page in ("transformers", "torchtitan", "kernels"):  # which need not be installed
+        path = ROOT / "cake_ops/integrations" / page
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        (names,) = (
+            ast.literal_eval(node.value)
+            for node in ast.parse(source.read_text()).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        public |= {f"cake_ops.integrations.{page}.{name}" for name in names}
+    assert len(public) > 30
+    shown = re.findall(r"^### (.+)$", API, re.MULTILINE)
+    assert sorted(shown) == sorted(public)
+
+
+def test_everything_on_the_api_page_has_a_docstring(generator: ModuleType) -> None:
+    undocumented = [
+        name
+        for module, file in generator.SECTIONS.values()
+        for name, node, text in generator._public(
+            ast.parse((ROOT / "cake_ops" / file).read_text()), file
+        )
+        if not text and not isinstance(node, ast.Assign)
+    ]
+    assert undocumented == []
+
+
+def test_markdown_of_a_docstring(generator: ModuleType) -> None:
+    docstring = """Adds ``a`` and :func:`cake_ops.linear`.
+
+    ====  ======
+    one   two
+    ====  ======
+    ``a``  b
+    ====  ======
+
+    Args:
+        a, b: two numbers, over
+            two lines.
+        *rest: more.
+
+    Example::
+
+        f(1)
+            g(2)
+
+    Rules of both:
+        * first
+    """
+    assert generator._markdown(ast.get_docstring(ast.parse(f'"""{docstring}"""'))) == (
+        "Adds `a` and `cake_ops.linear`.\n\n"
+        "| one | two |\n|---|---|\n| `a` | b |\n\n"
+        "**Args:**\n\n- `a`, `b`: two numbers, over\n  two lines.\n- `*rest`: more.\n\n"
+        "Example:\n\n```python\nf(1)\n    g(2)\n```\n\n"
+        "**Rules of both:**\n\n* first"
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "f(x: Tensor, *, k: int = 3) -> Tensor",
+        "f(*xs: Tensor, y=1, **options: Any) -> None",
+        "f(a, b=2)",
+    ],
+)
+def test_signature(generator: ModuleType, source: str) -> None:
+    (function,) = ast.parse(f"def {source}: pass").body
+    assert generator._signature("f", function) == f"```python\n{source}\n```"
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_file_and_a_heading(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"(?s)^```.*?^```$", "", text)):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / file if file else ROOT / page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), target
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES[1:] if f"]({page})" not in readme] == []
+
+
+# Figures
+
+
+def test_speed_of_peers_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "cake_ops/bench/results/grouped-h200.json").read_text())
+    lines = PEERS.partition("| pass |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 9
+    for line in lines:
+        name = line.split("|")[1].strip()
+        op, small = name.removeprefix("small "), name.startswith("small ")
+        cells = [name]
+        for arm in ("torch", "cublas", "deepgemm"):
+            ratios = [
+                row["ratios"][arm][0]
+                for row in results["rows"]
+                if row["op"] == op
+                and row["shape"].startswith("small") == small
+                and row["mode"] == "eager"
+                and arm in row["ratios"]
+            ]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                cells += [f"{mean:.3f}", f"{sum(r < 1 for r in ratios)} of {len(ratios)}"]
+            else:
+                cells += ["-", "-"]
+        assert line == "| " + " | ".join(cells) + " |"
+
+
+def test_lead_of_deepgemm_is_that_of_the_table() -> None:
+    large, small = re.findall(
+        r"^\| (?:small )?fwd \|.*\| (0\.\d+) \| \d of \d \|$", PEERS, re.MULTILINE
+    )
+    percent = [f"{100 * (1 - float(ratio)):.1f} %" for ratio in (large, small)]
+    assert f"{percent[0]} faster on large rows and {percent[1]} on small ones" in PEERS

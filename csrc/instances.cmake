@@ -20,3 +20,31 @@ cake_kernel(
   bf16_add_128x128_c1
   f32_store_128x128_c1
   f32_add_128x128_c1)
+
+cake_kernel(
+  sm90_router_gemm # forward (nt), data and weight gradient (nn, tn): type of B, tile, cluster
+  nt_f32_64x8_k8
+  nt_f32_64x16_k8
+  nt_f32_64x24_k8
+  nt_f32_128x40_k8
+  nt_f32_128x80_k8
+  nt_f32_128x152_k8
+  nt_bf16_64x24_k8
+  nt_bf16_128x40_k8
+  nt_bf16_128x152_k8
+  nn_f32_64x32_k1
+  nn_f32_64x48_k1
+  nn_f32_128x32_k1
+  nn_f32_128x64_k1
+  nn_f32_128x80_k1
+  nn_f32_128x96_k1
+  nn_f32_128x128_k1
+  tn_f32_64x32_k1
+  tn_f32_128x32_k1
+  tn_f32_128x64_k1
+  tn_f32_128x80_k1
+  tn_f32_128x96_k1
+  tn_f32_128x128_k1
+  tn_bf16_128x64_k1
+  tn_bf16_128x80_k1
+  tn_bf16_128x96_k1)

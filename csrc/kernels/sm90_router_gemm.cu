@@ -1,4 +1,4 @@
-// FP32 router GEMM: D = A B in FP32 quality on bf16 tensor cores, for the three passes of a gate.
+// FP32 router GEMM: D = A B in FP32 quality on TF32 tensor cores, for the three passes of a gate.
 //
 //   nt  forward         D^T[T, N] = (w[N, H] x[T, H]^T)^T   rows of A are experts, columns of B
 //   tokens nn  data gradient   dX[T, H]  = g[T, N] w[N, H] tn  weight gradient dW[N, H]  = g[T,
@@ -8,31 +8,35 @@
 // rows of A, columns of B, contraction.
 //
 // A CTA makes one tile of kTileM x kTileN over its part of K, 32 steps ("a chunk") at a time. One
-// warp loads raw chunks by TMA into a ring of stages; three warps split B's into bf16 parts
-// (bf16x3.cuh); one warpgroup for each 64 rows splits its rows of A in registers and multiplies.
-// Within a chunk the five small products come first and the large one last, all in one accumulator,
-// which is then added to the sum in FP32: tensor cores truncate when they accumulate (an H200 loses
-// 3e-6 over K = 6144), and so lose next to nothing.
+// warp loads raw chunks by TMA into a ring of stages; groups of converter warps split B's into two
+// TF32 parts (tf32x3.cuh); one warpgroup for each 64 rows splits its rows of A in registers and
+// multiplies. Within a chunk the small products come first and the large ones last, all in one
+// accumulator, which is then added to the sum in FP32: tensor cores truncate when they accumulate
+// (a bf16 GEMM on an H200 loses 3e-6 over K = 6144), and so lose next to nothing: 1.7e-7 in all.
+//
+// Three TF32 products take the tensor cores as long as six of bf16 parts (BF16x3), but the split is
+// half of the work, and the issue slots, not the tensor cores, are what a router runs out of:
+// BF16x3 was 8 to 25 % slower here, and both spend most of 64 tokens' time in latency.
 //
 // K is split over a cluster of kClusterK CTAs, each a run of chunks that depends on K alone. Their
 // sums meet in distributed shared memory and are added in the order of the ranks. So results are
 // repeatable, and a row of the result does not depend on how many others there are.
 //
-// A number without a split (Inf, NaN, or beyond bf16's range) makes its chunk fall back to FP32
-// multiply-adds, for its row or column alone: the others keep their bits.
+// Where a sum is not finite (a number was Inf, NaN, or rounds to Inf in TF32, or the sum
+// overflows), the CTA loads its chunks again and makes those sums by FP32 multiply-adds. The others
+// keep their bits.
 //
 // Launch: kThreads threads, grid = tiles of M (fastest) x tiles of N x kClusterK (cluster
 // dimensions are compiled in), dynamic shared memory as `smem_bytes` in
 // cake_ops/cuda/router_config.py. Parameters:
-//   map_a  f32, 2-D   nt, nn  dims (K, M)  box (32, kTileM)   tn  dims (M, K)  box (32, 32), 128B
-//   swizzle map_b  nt  f32  dims (K, N)  box (32, kTileN), 128B  bf16  the same with the 64B
-//   swizzle
-//          nn, tn  f32  dims (N, K)  box (kTileN, 32)    bf16  box (64, 32), 128B
+//   map_a  f32, 2-D   nt, nn  dims (K, M)  box (32, kTileM)    tn  dims (M, K)  box (32, 32)   all
+//   128B map_b  nt  f32  dims (K, N)  box (32, kTileN), 128B   bf16  the same with the 64B swizzle
+//          nn, tn  f32  dims (N, K)  box (kTileN, 32)     bf16  box (64, 32), 128B
 //   d, ldd     the result and its row stride in elements; nt stores it transposed
 //   M, N, K    int32
 //   output     bit 0: d is bf16; bit 1: add to d
 #include "cake/pipeline.cuh"
-#include "cake/tf32x3.cuh"
+#include "cake/router_epilogue.cuh"
 
 namespace cake {
 
@@ -47,6 +51,7 @@ struct RouterConfig {
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kClusterK = kClusterK_;
   static constexpr Major kMajorA = kLayout == Layout::tn ? Major::MN : Major::K;
   static constexpr Major kMajorB = kLayout == Layout::nt ? Major::K : Major::MN;
+  static constexpr bool kTransposed = kLayout == Layout::nt;  // the result, as it is stored
 
   static constexpr int kMathWarpgroups = kTileM / kAtomM;
   static constexpr int kMathWarps = kMathWarpgroups * 4;
@@ -76,10 +81,9 @@ struct RouterConfig {
 
   // The finished tile reuses the stages: rows are experts' or tokens', as in d, padded against bank
   // conflicts.
-  static constexpr int kTileRows = kLayout == Layout::nt ? kTileN : kTileM;
-  static constexpr int kTileColumns = kLayout == Layout::nt ? kTileM : kTileN;
-  static constexpr int kTilePitch =
-      kLayout == Layout::nt ? kTileM + 4 : ceil_div(kTileN, 32) * 32 + 8;
+  static constexpr int kTileRows = kTransposed ? kTileN : kTileM;
+  static constexpr int kTileColumns = kTransposed ? kTileM : kTileN;
+  static constexpr int kTilePitch = kTransposed ? kTileM + 4 : ceil_div(kTileN, 32) * 32 + 8;
 
   static constexpr int kLoopBytes = kStages * kStageBytes + kPartsBuffers * kPartsBytes;
   static constexpr int kBarriers = max_of(kLoopBytes, kTileRows * kTilePitch * 4);
@@ -139,15 +143,15 @@ struct RouterBarriers {
     return base + 8 * (2 * Config::kStages + Config::kPartsBuffers + buffer);
   }
 
-  // One warp; the caller then fences and synchronises.
-  __device__ __forceinline__ void init(int lane) const {
-    constexpr int kStages = Config::kStages, kBuffers = Config::kPartsBuffers;
-    for (int i = lane; i < 2 * (kStages + kBuffers); i += 32) {
-      const int arrivals = i < kStages       ? 1
-                           : i < 2 * kStages ? Config::kMathWarps + Config::kConverterWarps
-                           : i < 2 * kStages + kBuffers ? Config::kConverterWarps
-                                                        : Config::kMathWarps;
-      ptx::mbarrier_init(base + 8 * i, arrivals);
+  // One thread; the caller then fences and synchronises.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(empty(stage), Config::kMathWarps + Config::kConverterWarps);
+    }
+    for (int buffer = 0; buffer < Config::kPartsBuffers; ++buffer) {
+      ptx::mbarrier_init(parts_full(buffer), Config::kConverterWarps);
+      ptx::mbarrier_init(parts_empty(buffer), Config::kMathWarps);
     }
   }
 };
@@ -158,32 +162,19 @@ __device__ __forceinline__ void wait(u32 bar, u32 parity) {
   }
 }
 
-// Where a CTA stands in the rings: chunk `c` of a pass is the (first + c)-th through the stages.
-template <class Config>
-struct Ring {
-  int first;
-
-  __device__ __forceinline__ int stage(int chunk) const {
-    return (first + chunk) % Config::kStages;
-  }
-  __device__ __forceinline__ u32 phase(int chunk) const {
-    return (first + chunk) / Config::kStages % 2;
-  }
-};
-
 // One thread: the loads of all chunks.
 template <class Config>
 __device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap& map_b,
                                         const RouterBarriers<Config>& barriers, u32 stages, int m,
-                                        int n, int k, int chunks, Ring<Config> ring) {
+                                        int n, int k, int chunks,
+                                        StageState<Config::kStages>& state) {
   constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk, k += kChunkK) {
-    const int stage = ring.stage(chunk);
-    const u32 full = barriers.full(stage);
-    const u32 a = stages + stage * Config::kStageBytes;
+    const u32 full = barriers.full(state.stage);
+    const u32 a = stages + state.stage * Config::kStageBytes;
     const u32 b = a + Config::RawA::kBytes;
-    wait(barriers.empty(stage), ring.phase(chunk) ^ 1);
+    wait(barriers.empty(state.stage), state.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Config::kLoadBytes);
     if constexpr (Config::kMajorA == Major::K) {
       ptx::cp_async_bulk_tensor_2d(a, map_a, full, k, m);
@@ -203,6 +194,7 @@ __device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap&
         ptx::cp_async_bulk_tensor_2d(b + i * 64, map_b, full, n + i, k);
       }
     }
+    state.advance();
   }
 }
 
@@ -210,24 +202,28 @@ __device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap&
 template <class Config>
 __device__ __forceinline__ void convert(const RouterBarriers<Config>& barriers, u32 stages,
                                         u32 parts, int warp, int lane, int chunks) {
-  constexpr int kThreads = Config::kConverterWarps * 32, kBuffers = Config::kPartsBuffers;
+  constexpr int kThreads = Config::kConverterWarps * 32;
   const int thread = warp % Config::kConverterWarps * 32 + lane;
-  const Ring<Config> ring{0};
+  const int group = warp / Config::kConverterWarps;
+  StageState<Config::kStages> in;
+  StageState<Config::kPartsBuffers> out;
+  in.advance(group);
+  out.advance(group);
 #pragma unroll 1
-  for (int chunk = warp / Config::kConverterWarps; chunk < chunks;
-       chunk += Config::kConverterGroups) {
-    const int stage = ring.stage(chunk), buffer = chunk % kBuffers;
-    wait(barriers.full(stage), ring.phase(chunk));
-    wait(barriers.parts_empty(buffer), chunk / kBuffers % 2 ^ 1);
+  for (int chunk = group; chunk < chunks; chunk += Config::kConverterGroups) {
+    wait(barriers.full(in.stage), in.phase);
+    wait(barriers.parts_empty(out.stage), out.phase ^ 1);
     Config::RawB::template split<Config::kMajorA, kThreads>(
-        stages + stage * Config::kStageBytes + Config::RawA::kBytes,
-        parts + buffer * Config::kPartsBytes, thread);
+        stages + in.stage * Config::kStageBytes + Config::RawA::kBytes,
+        parts + out.stage * Config::kPartsBytes, thread);
     ptx::fence_proxy_async_shared_cta();  // wgmma reads what was written here
     __syncwarp();
     if (lane == 0) {
-      ptx::mbarrier_arrive(barriers.parts_full(buffer));
-      ptx::mbarrier_arrive(barriers.empty(stage));
+      ptx::mbarrier_arrive(barriers.parts_full(out.stage));
+      ptx::mbarrier_arrive(barriers.empty(in.stage));
     }
+    in.advance(Config::kConverterGroups);
+    out.advance(Config::kConverterGroups);
   }
 }
 
@@ -260,32 +256,35 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[Config::kTileN / 2],
 template <class Config>
 __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
                                          const RouterBarriers<Config>& barriers, u32 stages,
-                                         u32 parts, int row, int lane, int chunks) {
+                                         u32 parts, int row, int lane, int chunks,
+                                         StageState<Config::kStages>& state) {
   constexpr bool kTurns = !Config::kAhead && Config::kMathWarpgroups == 2;
   const int warpgroup = row / kAtomM;
   const typename Config::RawA raw(row, lane % 4);
-  const Ring<Config> ring{0};
 #pragma unroll
   for (int i = 0; i < Config::kTileN / 2; ++i) sum[i] = 0.0f;
   StageState<Config::kPartsBuffers> in;
   Fragments fragments[2];
-  const auto load = [&](Fragments& a, int chunk) {
-    const int stage = ring.stage(chunk);
-    wait(barriers.full(stage), ring.phase(chunk));
-    raw.load(a, stages + stage * Config::kStageBytes);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barriers.empty(stage));
+  auto multiplied = state;
+  const auto load = [&](Fragments& a) {
+    wait(barriers.full(state.stage), state.phase);
+    raw.load(a, stages + state.stage * Config::kStageBytes);
+    state.advance();
   };
   const auto step = [&](Fragments& a, Fragments& next, int chunk) {
-    if (!Config::kAhead) load(a, chunk);
+    if (!Config::kAhead) load(a);
     float acc[Config::kTileN / 2];
     wait(barriers.parts_full(in.stage), in.phase);
     if (kTurns) ptx::bar_sync(2 + warpgroup, Config::kMathThreads);
     multiply_chunk<Config>(acc, a, parts + in.stage * Config::kPartsBytes);
+    // Only now is the raw chunk free: products are issued when their registers have been loaded,
+    // but an arrival behind the loads would overtake them (seen as one wrong result in a thousand).
+    if (lane == 0) ptx::mbarrier_arrive(barriers.empty(multiplied.stage));
+    multiplied.advance();
     if (kTurns && (warpgroup == 0 || chunk + 1 < chunks)) {
       ptx::bar_arrive(3 - warpgroup, Config::kMathThreads);
     }
-    if (Config::kAhead && chunk + 1 < chunks) load(next, chunk + 1);
+    if (Config::kAhead && chunk + 1 < chunks) load(next);
     ptx::wgmma_wait_group<0>();
     if (lane == 0) ptx::mbarrier_arrive(barriers.parts_empty(in.stage));
 #pragma unroll
@@ -293,7 +292,7 @@ __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
     in.advance();
   };
   if (kTurns && warpgroup == 1 && chunks > 0) ptx::bar_arrive(2, Config::kMathThreads);
-  if (Config::kAhead && chunks > 0) load(fragments[0], 0);
+  if (Config::kAhead && chunks > 0) load(fragments[0]);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; chunk += 2) {
     step(fragments[0], fragments[1], chunk);
@@ -306,16 +305,16 @@ __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
 template <class Config>
 __device__ __forceinline__ void multiply_add(float (&sum)[Config::kTileN / 2],
                                              const RouterBarriers<Config>& barriers, u32 stages,
-                                             int row, int lane, int chunks) {
+                                             int row, int lane, int chunks,
+                                             StageState<Config::kStages>& state) {
   constexpr int kCount = Config::kTileN / 2;
-  const Ring<Config> ring{chunks};
   float exact[kCount] = {};
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const int stage = ring.stage(chunk);
-    const u32 raw_a = stages + stage * Config::kStageBytes;
+    const u32 raw_a = stages + state.stage * Config::kStageBytes;
     const u32 raw_b = raw_a + Config::RawA::kBytes;
-    wait(barriers.full(stage), ring.phase(chunk));
+    const u32 empty = barriers.empty(state.stage);
+    wait(barriers.full(state.stage), state.phase);
 #pragma unroll 1
     for (int column = lane % 4 * 2; column < Config::kTileN; column += 8) {
       float turn[4] = {exact[0], exact[1], exact[2], exact[3]};
@@ -334,102 +333,15 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Config::kTileN / 2],
     }
     __syncwarp();
     if (lane == 0) {
-      ptx::mbarrier_arrive(barriers.empty(stage));
+      ptx::mbarrier_arrive(empty);
       if (row == 0) {  // for the converters, who have no part in this
-        for (int i = 0; i < Config::kConverterWarps; ++i)
-          ptx::mbarrier_arrive(barriers.empty(stage));
+        for (int i = 0; i < Config::kConverterWarps; ++i) ptx::mbarrier_arrive(empty);
       }
     }
+    state.advance();
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sum[i] = is_finite(sum[i]) ? sum[i] : exact[i];
-}
-
-// A math warpgroup's sums -> the finished tile in shared memory, rows as in d.
-template <class Config>
-__device__ __forceinline__ void write_tile(const float (&sum)[Config::kTileN / 2], u32 tile,
-                                           int row, int q) {
-  constexpr int kPitch = Config::kTilePitch * 4;
-#pragma unroll
-  for (int j = 0; j < Config::kTileN / 8; ++j) {
-    const float* s = sum + 4 * j;
-    const int column = 8 * j + 2 * q;
-    if constexpr (Config::kLayout == Layout::nt) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ptx::st_shared_f32(tile + (column + i % 2) * kPitch + (row + i / 2 * 8) * 4, s[i]);
-      }
-    } else {
-      ptx::st_shared_v2_f32(tile + row * kPitch + column * 4, s[0], s[1]);
-      ptx::st_shared_v2_f32(tile + (row + 8) * kPitch + column * 4, s[2], s[3]);
-    }
-  }
-}
-
-// Four columns of the finished tile: its own sum, or those of all ranks, added in their order.
-template <class Config>
-__device__ __forceinline__ float4 load_quad(u32 tile, u32 offset) {
-  if constexpr (Config::kClusterK == 1) {
-    return ptx::ld_shared_v4_f32(tile + offset);
-  } else {
-    float4 part[Config::kClusterK];
-#pragma unroll
-    for (int r = 0; r < Config::kClusterK; ++r) {
-      part[r] = ptx::ld_shared_cluster_v4_f32(ptx::mapa_shared_cluster(tile + offset, r));
-    }
-#pragma unroll
-    for (int r = 1; r < Config::kClusterK; ++r) {
-      part[0].x += part[r].x, part[0].y += part[r].y;
-      part[0].z += part[r].z, part[0].w += part[r].w;
-    }
-    return part[0];
-  }
-}
-
-// The math threads of all ranks: the finished tile into d, each rank its share of the rows. `rows`
-// and `columns` bound the tile in d.
-template <class Config>
-__device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows, int columns,
-                                           int rank, int output, int thread) {
-  constexpr int kQuads = Config::kTileColumns / 4;
-  constexpr int kRows = Config::kTileRows / Config::kClusterK;
-  const bool low = output & 1, add = output & 2;
-  const int first_row = rank * kRows;
-  if (!low && (reinterpret_cast<u64>(d) | 4 * ldd) % 16 == 0 && columns % 4 == 0) {
-#pragma unroll(Config::kClusterK == 1 ? 4 : 1)
-    for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
-      const int row = first_row + item / kQuads, column = item % kQuads * 4;
-      if (row >= rows || column >= columns) continue;
-      float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
-      float4* to = reinterpret_cast<float4*>(static_cast<float*>(d) + row * ldd + column);
-      if (add) {
-        const float4 old = *to;
-        sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
-      }
-      *to = sum;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
-    const int row = first_row + item / kQuads, column = item % kQuads * 4;
-    if (row >= rows) break;
-    const float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
-    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (column + i >= columns) break;
-      const i64 at = row * ldd + column + i;
-      if (low) {
-        bf16* to = static_cast<bf16*>(d) + at;
-        const float value = values[i] + (add ? bf16_float(*to) : 0.0f);
-        *to = static_cast<bf16>(ptx::cvt_rn_bf16x2_f32(value, 0.0f));
-      } else {
-        float* to = static_cast<float*>(d) + at;
-        *to = values[i] + (add ? *to : 0.0f);
-      }
-    }
-  }
 }
 
 template <class Config>
@@ -450,10 +362,12 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
   const int rank_chunks = ceil_div(all_chunks, Config::kClusterK);
   const int first_chunk = min(rank * rank_chunks, all_chunks);
   const int chunks = min(rank_chunks, all_chunks - first_chunk);
+  StageState<Config::kStages> state;  // the loading thread's, and each math thread's
 
-  if (warp == 0) {
-    if (lane < 2) ptx::prefetch_tensormap(lane == 0 ? map_a : map_b);
-    barriers.init(lane);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(map_a);
+    ptx::prefetch_tensormap(map_b);
+    barriers.init();
     ptx::fence_mbarrier_init_release_cluster();
   }
   __syncthreads();
@@ -463,22 +377,22 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
     if constexpr (Config::kReallocate) ptx::setmaxnreg_inc<Config::kMathRegisters>();
     const int row = warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
     float sum[Config::kTileN / 2];
-    multiply<Config>(sum, barriers, stages, parts, row, lane, chunks);
+    multiply<Config>(sum, barriers, stages, parts, row, lane, chunks, state);
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < Config::kTileN / 2; ++i) finite &= is_finite(sum[i]);
     if (ptx::bar_red_or(0, !finite)) {
-      multiply_add<Config>(sum, barriers, stages, row, lane, chunks);
+      multiply_add<Config>(sum, barriers, stages, row, lane, chunks, state);
       ptx::bar_sync(1, Config::kMathThreads);  // the stages have been read
     }
     write_tile<Config>(sum, stages, row, lane % 4);
     cluster_sync<Config::kClusterK>();
-    constexpr bool kTransposed = Config::kLayout == Layout::nt;
-    const int first_row = kTransposed ? n : m, first_column = kTransposed ? m : n;
+    const int first_row = Config::kTransposed ? n : m;
+    const int first_column = Config::kTransposed ? m : n;
     const i64 at = first_row * ldd + first_column;
     char* to = static_cast<char*>(d) + at * (output & 1 ? 2 : 4);
-    store_tile<Config>(stages, to, ldd, (kTransposed ? N : M) - first_row,
-                       (kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
+    store_tile<Config>(stages, to, ldd, (Config::kTransposed ? N : M) - first_row,
+                       (Config::kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
   } else {
     if constexpr (Config::kReallocate) ptx::setmaxnreg_dec<Config::kOtherRegisters>();
     const int k = first_chunk * kChunkK, converter = warp - Config::kMathWarps - 1;
@@ -487,20 +401,22 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
         convert<Config>(barriers, stages, parts, converter, lane, chunks);
       }
     } else {
-      if (lane == 0) produce(map_a, map_b, barriers, stages, m, n, k, chunks, Ring<Config>{0});
+      if (lane == 0) produce(map_a, map_b, barriers, stages, m, n, k, chunks, state);
       __syncwarp();
       ptx::griddepcontrol_launch_dependents();
     }
     if (ptx::bar_red_or(0, false)) {
       if (warp == Config::kMathWarps && lane == 0) {
-        produce(map_a, map_b, barriers, stages, m, n, k, chunks, Ring<Config>{chunks});
+        produce(map_a, map_b, barriers, stages, m, n, k, chunks, state);
       }
       __syncwarp();
     }
     cluster_sync<Config::kClusterK>();
   }
-  // A tile must outlive the peers' reads.
-  if constexpr (Config::kClusterK > 1) cluster_sync<Config::kClusterK>();
+  if constexpr (Config::kClusterK > 1) {  // a tile must outlive the peers' reads
+    ptx::barrier_cluster_arrive_relaxed();
+    ptx::barrier_cluster_wait();
+  }
 }
 
 }  // namespace cake

@@ -35,6 +35,15 @@ struct StageState {
       phase ^= 1;
     }
   }
+
+  // By at most a round.
+  __device__ __forceinline__ void advance(int stages) {
+    stage += stages;
+    if (stage >= kStages) {
+      stage -= kStages;
+      phase ^= 1;
+    }
+  }
 };
 
 template <int kStages, int kClusterSize, int kConsumerWarps>

@@ -32,6 +32,7 @@ from .dense_mm import (
 )
 from .grouped_mm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad, grouped_mm_wgrad_
 from .router_mm import router_mm, router_mm_dgrad, router_mm_wgrad, router_mm_wgrad_, split_bf16x3
+from .routing import RouterRoute, reset_router_routes, router_routes, set_router_route
 from .runtime import Explanation, Prepared, clear_caches, explain, prepare, warmup
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "Prepared",
+    "RouterRoute",
     "__version__",
     "batched_mm",
     "batched_mm_dgrad",
@@ -57,10 +59,13 @@ __all__ = [
     "nn",
     "prepare",
     "profiling",
+    "reset_router_routes",
     "router_mm",
     "router_mm_dgrad",
     "router_mm_wgrad",
     "router_mm_wgrad_",
+    "router_routes",
+    "set_router_route",
     "split_bf16x3",
     "testing",
     "warmup",

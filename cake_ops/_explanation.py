@@ -21,6 +21,8 @@ class Explanation:
         grid, threads: CTAs of the launch, and threads of each.
         smem_bytes: dynamic shared memory of a CTA.
         schedule: how tiles are dealt to CTAs.
+        chosen_by: what chose this kernel among those that compute the call: ``"cost model"``; a verdict
+            of the router's, ``"override"``, ``"tuned"`` or ``"shipped"``; ``"caller"``, who names it.
         workspace_bytes: device memory beyond operands and result.
     """
 
@@ -34,6 +36,7 @@ class Explanation:
     threads: int = 0
     smem_bytes: int = 0
     schedule: str = ""
+    chosen_by: str = ""
     workspace_bytes: int = 0
 
     def __str__(self) -> str:
@@ -43,5 +46,5 @@ class Explanation:
         return (
             f"kernel {self.kernel}: tile {m}x{n}x{k}, {self.stages} stages, cluster {self.cluster},"
             f" grid {self.grid} x {self.threads} threads, {self.smem_bytes} bytes of shared memory,"
-            f" {self.schedule}, workspace {self.workspace_bytes} bytes"
+            f" {self.schedule}, chosen by: {self.chosen_by}, workspace {self.workspace_bytes} bytes"
         )

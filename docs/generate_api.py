@@ -22,6 +22,7 @@ SECTIONS = {  # title: (module of the names, source file)
     "Router GEMM": ("cake_ops", "router_mm.py"),
     "Dense and batched GEMM": ("cake_ops", "dense_mm.py"),
     "Launches": ("cake_ops", "runtime.py"),
+    "Router configurations": ("cake_ops", "routing.py"),
     "Modules": ("cake_ops.nn", "nn.py"),
     "Drop-in for torch.nn.functional": ("cake_ops.functional", "functional.py"),
     "Expert parallelism": ("cake_ops.distributed", "distributed.py"),
@@ -73,7 +74,8 @@ def _public(tree: ast.Module, file: str) -> Iterator[tuple[str, Definition, str]
     )
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            origin = (ROOT / "cake_ops" / file).with_name(f"{node.module}.py")
+            folder = (ROOT / "cake_ops" / file).parent
+            origin = folder / f"{node.module.replace('.', '/')}.py"
             wanted = {alias.name for alias in node.names} & set(names)
             if wanted:
                 yield from _definitions(ast.parse(origin.read_text()), wanted)

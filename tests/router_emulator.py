@@ -48,7 +48,7 @@ def boxes(
     layout: str, b_dtype: str, tile_m: int, tile_n: int
 ) -> tuple[tuple[str, tuple[int, int], str], ...]:
     """Element type, box and swizzle of A's and B's maps, as the kernel's header states them."""
-    a = ("f32", (32, 32), "128B") if layout == "tn" else ("f32", (16, tile_m), "NONE")
+    a = ("f32", (32, 32 if layout == "tn" else tile_m), "128B")
     b = {
         ("nt", "f32"): ((32, tile_n), "128B"),
         ("nt", "bf16"): ((32, tile_n), "64B"),
@@ -82,7 +82,7 @@ class EmulatedRouterPlan:
         self.layout, self.b_dtype = match[1], match[2]
         self.tile_m, self.tile_n, self.cluster_k = map(int, match.groups()[2:])
         self.grid, self.tile_rows, self.swapped = grid, tile_rows, swapped
-        assert threads == 2 * self.tile_m + 128 and 0 < smem_bytes <= 227 * 1024
+        assert threads == 2 * self.tile_m + 256 and 0 < smem_bytes <= 227 * 1024
         assert swapped == (self.layout == "nt")
 
     def run(self, out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -404,4 +404,5 @@ def test_buckets_hold_every_number_of_rows_and_are_few() -> None:
 
 
 def test_the_policies_are_the_kernels_that_are_built() -> None:
-    assert {config.symbol for config in CONFIGS} == set(manifest())
+    built = {symbol for symbol in manifest() if symbol.startswith("sm90_grouped_gemm")}
+    assert {config.symbol for config in CONFIGS} == built

@@ -70,7 +70,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, in
 
     def forget() -> None:
         no_kernels_reason.cache_clear()
-        fallback._announce.cache_clear()
+        fallback.announce.cache_clear()
         cake_ops.clear_caches()
 
     def pretend(capability: tuple[int, int]) -> None:
@@ -120,7 +120,7 @@ def test_h61_a_gpu_without_router_kernels_is_served_by_torch(
         expected = p.expected("router_mm_wgrad") + out.double()
         cake_ops.router_mm_wgrad_(out, p.g, p.x)
     check(out, expected)
-    assert sum("cake_ops" in str(w.message) for w in caught) <= 1
+    assert sum("cake_ops" in str(w.message) for w in caught) == 1
     for name in p.products:
         assert cake_ops.explain(name, *p.tensors(name)).path == "torch"
 

@@ -6,6 +6,9 @@ A test called after a case (h31, ..) is a defect that users of another package m
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,8 +62,7 @@ each_config = pytest.mark.parametrize("config", all_configs(), ids=lambda config
 @each_config
 def test_every_policy_is_valid_and_fits(config: RouterConfig) -> None:
     assert config.num_stages >= 2 and config.smem_bytes <= SMEM_LIMIT
-    assert config.ctas_per_sm * (config.smem_bytes + 1024) <= 228 * 1024
-    assert config.threads == 2 * config.tile_m + 128
+    assert config.threads == 2 * config.tile_m + 256
     for T, N, H in (*SIZES, (MAX_SIZE, 8, 8), (1, 8, MAX_SIZE), (8, MAX_SIZE, 1)):
         assert is_valid(config, T, N, H)
 
@@ -74,14 +76,37 @@ def test_names_are_unique_and_complete() -> None:
 
 
 def test_shared_memory_of_a_policy() -> None:
-    """By hand: stages of A and B, two buffers of three parts, barriers; or the padded tile."""
-    config = RouterConfig("nt", "f32", 128, 40, 8)
-    stage, parts = (128 + 40) * 32 * 4, 2 * 3 * 40 * 32 * 2
+    """By hand: stages of A and B, the parts of a chunk of B for each group of converters, barriers."""
+    config = RouterConfig("nt", "f32", 128, 40, 8)  # 40 columns: 2 warps a group, 3 groups
+    stage, parts = (128 + 40) * 128, 3 * 2 * 40 * 128
     assert config.num_stages == (224 * 1024 - parts) // stage == 9
     assert config.smem_bytes == 9 * stage + parts + 256
-    config = RouterConfig("tn", "bf16", 128, 96, 1)  # boxes of 64 columns: 128
-    stage = (128 * 4 + 128 * 2) * 32
-    assert config.smem_bytes == (224 * 1024 // stage) * stage + 256
+    config = RouterConfig("tn", "bf16", 128, 96, 1)  # 3 warps, 2 groups; boxes of 64 columns: 128
+    stage, parts = 128 * 128 + 2 * 64 * 64, 2 * 96 * 128
+    assert config.num_stages == (224 * 1024 - parts) // stage == 8
+    assert config.smem_bytes == 8 * stage + parts + 256
+    config = RouterConfig("nt", "f32", 64, 8, 8)  # 1 warp, 4 groups; 12 stages at most
+    assert config.num_stages == 12
+    assert config.smem_bytes == 12 * (64 + 8) * 128 + 4 * 2 * 8 * 128 + 256
+
+
+def test_launches_have_what_the_kernels_are_compiled_for(tmp_path: Path) -> None:
+    """The kernel's own constants, which ``router_config.cpp`` prints."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    names, program = tmp_path / "names.h", tmp_path / "router_config"
+    names.write_text("\n".join(f"CAKE_BUILT({config.name})" for config in all_configs()))
+    source = Path(__file__).with_name("router_config.cpp")
+    include = source.parents[1] / "csrc" / "include"
+    # -fpermissive: a member may have the name of the template that it is, as nvcc has it.
+    options = ["-std=c++17", "-w", "-fpermissive", f"-I{include}", f'-DCAKE_NAMES="{names}"']
+    subprocess.run([compiler, *options, "-o", program, source], check=True)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == [
+        f"{config.name} {config.threads} {config.cluster_k} {config.num_stages} {config.smem_bytes}"
+        for config in all_configs()
+    ]
 
 
 @each_config
@@ -194,7 +219,7 @@ def test_geometry_of_the_maps() -> None:
     """T tokens, 63 experts, hidden size 100; strides in bytes."""
     nt, nn = RouterConfig("nt", "f32", 128, 40, 8), RouterConfig("nn", "f32", 128, 80, 1)
     assert a_map(nt, ROWS, 63, 100, 104) == TensorMapGeometry(
-        "f32", (100, 63), (416,), (16, 128), "NONE"
+        "f32", (100, 63), (416,), (32, 128), "128B"
     )
     assert b_map(nt, ROWS, 63, 100, 100) == TensorMapGeometry(
         "f32", (100, ROWS), (400,), (32, 40), "128B"
@@ -203,7 +228,7 @@ def test_geometry_of_the_maps() -> None:
         "bf16", (100, ROWS), (208,), (32, 16), "64B"
     )
     assert a_map(nn, ROWS, 63, 100, 64) == TensorMapGeometry(
-        "f32", (63, ROWS), (256,), (16, 128), "NONE"
+        "f32", (63, ROWS), (256,), (32, 128), "128B"
     )
     assert b_map(nn, ROWS, 63, 100, 100) == TensorMapGeometry(
         "f32", (100, 63), (400,), (80, 32), "NONE"
@@ -251,7 +276,7 @@ OPERANDS = at(0x10, 0x20, 0x30)  # out, a, b
 
 def plan(driver: Driver, swapped: bool = False, tile_rows: int | None = 40) -> Plan:
     driver.widths = WIDTHS
-    fixed = TensorMapGeometry("f32", (100, 63), (400,), (16, 128), "NONE")
+    fixed = TensorMapGeometry("f32", (100, 63), (400,), (32, 128))
     ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 40))
     maps = (fixed, ragged) if swapped else (ragged, fixed)
     return Plan("name", 0, 6, 384, 1000, maps, ROUTER, tile_rows, swapped)

@@ -7,6 +7,7 @@ another package met once.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import cake_ops
 from cake_ops._problem import Problem
-from cake_ops.cuda import router_config, router_mm, router_routes, router_verdicts
+from cake_ops.cuda import fallback, router_config, router_mm, router_routes, router_verdicts
 from cake_ops.cuda.router_config import LAYOUTS as KERNEL_LAYOUTS
 from cake_ops.cuda.router_config import RouterConfig, all_configs
 from cake_ops.cuda.router_routes import candidate_route
@@ -151,13 +152,22 @@ def test_accumulation_of_no_tokens_keeps_the_bits() -> None:
 def test_gpus_without_kernels_multiply_in_fp64(
     monkeypatch: pytest.MonkeyPatch, emulated: list[str], name: str
 ) -> None:
-    monkeypatch.setattr(router_routes, "no_kernels_reason", lambda device: "no kernels for it")
+    for module in (router_routes, fallback):
+        monkeypatch.setattr(module, "no_kernels_reason", lambda device: "no kernels for it")
+    fallback.announce.cache_clear()
     tensors = select(name, *make())
     explanation = cake_ops.explain(name, *tensors)
     assert explanation.path == "torch" and explanation.reason.startswith("no kernels for it; FP64")
-    assert_all_forms(name, *tensors, tolerance=TOLERANCE)
-    with torch.autocast("cpu", dtype=BF16):
-        run(name, *tensors)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cake_ops.explain(name, *tensors)
+        assert not caught
+        assert_all_forms(name, *tensors, tolerance=TOLERANCE)
+        with torch.autocast("cpu", dtype=BF16):
+            run(name, *tensors)
+    fallback.announce.cache_clear()
+    said = "cake_ops: no kernels for it; grouped and router GEMMs run through torch there"
+    assert [str(warning.message) for warning in caught] == [said]
     assert not emulated
 
 
@@ -169,7 +179,7 @@ def test_explain_of_a_kernel_says_what_is_launched(monkeypatch: pytest.MonkeyPat
     assert (explanation.stages, explanation.cluster) == (config.num_stages, config.cluster_k)
     assert explanation.grid == router_config.grid(config, 100, 256, 4096)
     assert (explanation.threads, explanation.smem_bytes) == (config.threads, config.smem_bytes)
-    assert "config from: model" in str(explanation)
+    assert explanation.chosen_by == "cost model" and "chosen by: cost model" in str(explanation)
     with pytest.raises(RuntimeError, match="w must have H = x.shape"):
         cake_ops.explain("router_mm", torch.zeros(3, 8), torch.zeros(3, 9))
 
@@ -187,7 +197,9 @@ def test_every_configuration_can_be_tried(
     a, b = select(name, x, w, g)
     expected = reference.PRODUCTS[name](a, b)
     out = torch.full(expected.shape, NAN)
-    candidate_route(name, config, out, a, b).run(out, a, b)
+    route = candidate_route(name, config, out, a, b)
+    route.run(out, a, b)
+    assert route.explanation.chosen_by == "caller"
     assert emulated == [config.symbol]
     assert_close(out, expected, TOLERANCE)
     with pytest.raises(RuntimeError, match=f"{config.name} cannot compute T = "):
@@ -212,7 +224,9 @@ def test_a_plan_serves_every_number_of_tokens_of_its_bucket(
 def test_operands_must_have_as_many_tokens_in_a_known_bucket() -> None:
     x, w, g = make(100)
     cake_ops.router_mm_wgrad(g, x)
-    cake_ops.router_mm_wgrad(g[:0], x[:0])
+    for known in (0, 1):
+        cake_ops.router_mm_wgrad(g[:known], x[:known])
+        cake_ops.router_mm_wgrad_(torch.zeros(40, 72), g[:known], x[:known])
     for a, b in ((g, x[1:]), (g[1:], x), (g, x[:0]), (g[:0], x), (g, x[0]), (g, x[0, 0])):
         with pytest.raises(RuntimeError, match="cake::router_mm_wgrad: x must have"):
             cake_ops.router_mm_wgrad(a, b)

@@ -87,11 +87,10 @@ def test_a_prepared_launch_keeps_its_plan(emulated: list[str]) -> None:
 
 
 def served(tokens: int, experts: int = 40, hidden: int = 72, dtype=FP32) -> tuple[str, str]:
-    """Configuration and source of a forward."""
+    """Configuration of a forward, and what chose it."""
     x, w, _ = make(tokens, experts, hidden)
     explanation = cake_ops.explain("router_mm", x.to(dtype), w)
-    source = explanation.schedule.rpartition(": ")[2]
-    return explanation.kernel.removeprefix("sm90_router_gemm_"), source
+    return explanation.kernel.removeprefix("sm90_router_gemm_"), explanation.chosen_by
 
 
 def test_windows_of_an_override() -> None:
@@ -101,7 +100,7 @@ def test_windows_of_an_override() -> None:
     assert served(29) == served(32), "29 to 32 are one bucket"
     assert served(112) == (big, "override"), "97 to 112 are one bucket"
     for call in ((28,), (113,), (100, 41), (100, 40, 76), (100, 40, 72, BF16)):
-        assert served(*call)[1] == "model"
+        assert served(*call)[1] == "cost model"
     set_router_route(cake_ops.router_mm, small, gpu=GPU)
     assert served(100) == served(3, 7, 8) == (small, "override")
     set_router_route("router_mm", big, gpu="another GPU")
@@ -109,7 +108,7 @@ def test_windows_of_an_override() -> None:
     assert [route.config for route in listed("router_mm")] == [big, small, big]
     assert listed(cake_ops.router_mm_dgrad) == []
     reset_router_routes()
-    assert served(100)[1] == "model" and listed() == []
+    assert served(100)[1] == "cost model" and listed() == []
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_h31_an_override_must_split_as_other_token_counts_do(
         assert kernels == {"_k8"}
         with pytest.raises(RuntimeError, match="over 4 CTAs, other T of this weight over 8"):
             set_router_route("router_mm", "nt_f32_64x24_k4", max_T=64)
-        assert listed() == [] and served(63)[1] == "model"
+        assert listed() == [] and served(63)[1] == "cost model"
         set_router_route("router_mm", "nt_f32_64x24_k4", max_T=64, any_split=True)
         assert served(63) == ("nt_f32_64x24_k4", "override")
         cake_ops.router_mm(*make(63)[:2])
@@ -173,7 +172,7 @@ def test_stored_verdicts_serve_the_next_call_and_the_next_process(
     assert path == tmp_path / "cake_ops" / cake_ops.__version__ / "router-NVIDIA-H200.json"
     assert kernels_of(emulated, "router_mm", "plain") == [TUNED.config] != model
     assert listed() == [replace(TUNED, gpu=GPU, source="tuned")]
-    assert served(63) == (TUNED.config, "tuned") and served(65)[1] == "model"
+    assert served(63) == (TUNED.config, "tuned") and served(65)[1] == "cost model"
 
     set_router_route("router_mm", "nt_f32_64x8_k8")
     assert served(63) == ("nt_f32_64x8_k8", "override")
@@ -181,11 +180,11 @@ def test_stored_verdicts_serve_the_next_call_and_the_next_process(
     assert served(63) == (TUNED.config, "tuned")
 
     monkeypatch.setattr(router_routes, "gpu_name", lambda device: "another GPU")
-    assert served(63)[1] == "model"
+    assert served(63)[1] == "cost model"
     monkeypatch.setattr(router_routes, "gpu_name", lambda device: GPU)
     monkeypatch.setattr(cake_ops, "__version__", "9.9")
     reset_router_routes()
-    assert served(63)[1] == "model", "measured with another version of the package"
+    assert served(63)[1] == "cost model", "measured with another version of the package"
 
 
 def test_storing_replaces_what_was_stored() -> None:
@@ -220,8 +219,8 @@ def test_a_bad_file_of_measurements_is_announced_and_not_used(content: str) -> N
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with pytest.warns(UserWarning, match=f"{path.name} is not used .*--tune"):
-        assert served(63)[1] == "model"
-    assert served(63)[1] == "model"  # announced once
+        assert served(63)[1] == "cost model"
+    assert served(63)[1] == "cost model"  # announced once
 
 
 def test_the_shipped_verdicts_are_right() -> None:

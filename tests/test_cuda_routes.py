@@ -233,6 +233,7 @@ def test_explain_of_a_kernel_says_what_is_launched() -> None:
     m, n, _ = explanation.tile
     assert f"_{m}x{n}_c{explanation.cluster}" in explanation.kernel
     assert explanation.grid % explanation.cluster == 0 and explanation.threads == 384
+    assert explanation.chosen_by == "cost model" and "chosen by: cost model" in str(explanation)
     assert explanation.kernel in str(explanation) and explanation.workspace_bytes == 0
     with pytest.raises(RuntimeError, match="offs must have one end for each expert"):
         cake_ops.explain(cake_ops.grouped_mm, x, w, offs[:-1])
@@ -368,6 +369,31 @@ def test_h52_a_plan_serves_every_number_of_rows_of_its_bucket(
         with pytest.raises(RuntimeError):  # one row less in the second operand, or no such expert
             getattr(cake_ops, name)(tensors[0], tensors[1][1:], tensors[2])
         misses[:] = [1]
+
+
+@pytest.mark.parametrize("form", ["", "_out", "_"])
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_rows_that_differ_are_refused_whatever_is_known(known: int, form: str) -> None:
+    """No key of such a call may equal that of a known one, as one made of a bool does: False == 0."""
+    offs, out = reference.offsets([0, known]), torch.zeros(2, 40, 24).to(BF16)
+    g, x = torch.randn(3, 40).to(BF16), torch.randn(3, 24).to(BF16)
+    call = {
+        "": cake_ops.grouped_mm_wgrad,
+        "_out": lambda g, x, offs: cake_ops.grouped_mm_wgrad(g, x, offs, out=out),
+        "_": lambda g, x, offs: cake_ops.grouped_mm_wgrad_(out, g, x, offs),
+    }[form]
+    call(g[:known], x[:known], offs)
+    entries = {name: len(cache) for name, cache in CACHES.items()}
+    out.fill_(CANARY)
+    for a in range(4):
+        for b in set(range(4)) - {a}:
+            with pytest.raises(RuntimeError, match=f"cake::grouped_mm_wgrad{form}: x must have"):
+                call(g[:a], x[:b], offs)
+    for a, b in ((g[0], x[0]), (g[0, 0], x[0, 0]), (g[0, 0], x), (g, x[0, 0])):
+        with pytest.raises(RuntimeError, match=f"cake::grouped_mm_wgrad{form}: "):
+            call(a, b, offs)
+    assert (out == CANARY).all()
+    assert {name: len(cache) for name, cache in CACHES.items()} == entries
 
 
 def test_h53_routes_hold_no_tensors() -> None:

@@ -208,7 +208,7 @@ def test_fallback_takes_offsets_as_the_kernels_do(
     monkeypatch: pytest.MonkeyPatch, ends: list[int]
 ) -> None:
     """Bad ones are clamped to [0, M] and to the end before them: torch's own products trust them."""
-    monkeypatch.setattr(fallback, "_announce", lambda device: None)
+    monkeypatch.setattr(fallback, "announce", lambda device: None)
     x, w = torch.randn(70, 39).bfloat16(), torch.randn(4, 41, 39).bfloat16()
     offs = torch.tensor(ends, dtype=torch.int32)
     y = torch.full((70, 41), float("nan")).bfloat16()

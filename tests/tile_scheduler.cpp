@@ -26,6 +26,12 @@
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
 struct {
   int x;
 } threadIdx, blockDim{32};

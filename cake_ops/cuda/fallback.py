@@ -1,6 +1,6 @@
 """Right results through torch, for GPUs without kernels of their own; announced once by a warning.
 
-Nothing here reads ``offs`` on the host, but on GPUs that torch has no grouped kernel for (other than sm_90 and
+The router multiplies in FP64 there, as on the CPU; the grouped GEMMs are here. Nothing here reads ``offs`` on the host, but on GPUs that torch has no grouped kernel for (other than sm_90 and
 sm_100) its own fallback does: the forward and the data gradient then wait for the device and cannot be captured
 in a CUDA graph. A weight gradient costs a whole GEMM for each expert, since torch has no grouped GEMM with
 an FP32 result.
@@ -19,9 +19,10 @@ from .device import no_kernels_reason
 
 
 @functools.cache
-def _announce(device: int) -> None:
+def announce(device: int) -> None:
+    """Warns at the first call on a device that torch serves, of whichever family it is."""
     warnings.warn(
-        f"cake_ops: {no_kernels_reason(device)}; grouped GEMMs run through torch there",
+        f"cake_ops: {no_kernels_reason(device)}; grouped and router GEMMs run through torch there",
         stacklevel=2,
     )
 
@@ -41,7 +42,7 @@ def _ends(offs: Tensor, rows: int) -> Tensor:
 
 def ragged_rows(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
     """y [M, N] = a [M, K] times b [E, N, K] transposed, for the rows of each group."""
-    _announce(y.get_device())
+    announce(y.get_device())
     ends = _ends(offs, a.shape[0])
     product = torch._grouped_mm(pad8(a, 1), pad8(b, 1, 2).transpose(1, 2), offs=ends)
     y.copy_(product[:, : y.shape[1]])
@@ -51,7 +52,7 @@ def ragged_rows(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
 
 def ragged_columns(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool) -> None:
     """dw [E, N, K] (+)= g [M, N] transposed times x [M, K], for the rows of each group."""
-    _announce(dw.get_device())
+    announce(dw.get_device())
     row = torch.arange(g.shape[0], device=g.device).unsqueeze(1)
     start = offs.new_zeros(())
     for e, end in enumerate(_ends(offs, g.shape[0]).unbind()):

@@ -77,6 +77,7 @@ def _kernel_route(
         threads=THREADS,
         smem_bytes=config.smem_bytes,
         schedule="static, one CTA an SM",
+        chosen_by="cost model",
     )
     return Route(plan.run, explanation)
 

@@ -2,7 +2,7 @@
 
 Nothing here imports torch or CUDA, so all of it is tested on the CPU. The kernel is
 ``csrc/kernels/sm90_router_gemm.cu``, whose header states the same geometry from the device's side. It
-multiplies ``A[M, K]`` by ``B[K, N]`` in FP32 quality: A is split into three BF16 parts in registers, B in
+multiplies ``A[M, K]`` by ``B[K, N]`` in FP32 quality: A is split into two TF32 parts in registers, B in
 shared memory. M, N and K are the kernel's own here; T tokens, N experts and hidden size H the operator's:
 
 ======  ===============  ==========================  ====================  =======================
@@ -13,7 +13,7 @@ nn      router_mm_dgrad  ``g[T, N]``, M = T, K = N   ``w[N, H]``, N = H    ``out
 tn      router_mm_wgrad  ``g[T, N]``, M = N, K = T   ``x[T, H]``, N = H    ``out[N, H]``
 ======  ===============  ==========================  ====================  =======================
 
-A is FP32; B is FP32 or, where a kernel is built for it, BF16, which needs half of the products. The CTAs
+A is FP32; B is FP32 or, where a kernel is built for it, BF16, which needs two products instead of three. The CTAs
 of a cluster share the contraction, and their partial tiles are added in the order of their ranks. That
 order decides the bits of a sum, so the forward's is a function of the weight alone (:func:`forward_split`)
 and a token's logits have the same bits in a batch of any size.
@@ -62,30 +62,26 @@ class RouterConfig:
 
     @property
     def threads(self) -> int:
-        """A math warpgroup for each 64 rows, and one that loads and converts."""
-        return 128 * (self.tile_m // 64 + 1)
-
-    @property
-    def ctas_per_sm(self) -> int:
-        return 2 if self.tile_m == 64 else 1
+        """A math warpgroup for each 64 rows, a warp that loads and seven that may convert."""
+        return 2 * self.tile_m + 256
 
     @property
     def _stage_bytes(self) -> int:
         whole = self.layout != "nt" and self.b_dtype == "bf16"  # boxes of 64 columns
         columns = _round_up(self.tile_n, 64) if whole else self.tile_n
-        return TILE_K * (4 * self.tile_m + BYTES[self.b_dtype] * columns)
+        return _round_up(TILE_K * (4 * self.tile_m + BYTES[self.b_dtype] * columns), 1024)
 
     @property
     def _parts_bytes(self) -> int:
-        """Two buffers of the three BF16 parts of B."""
-        columns = self.tile_n if self.layout == "nt" else _round_up(self.tile_n, 64)
-        return 2 * 3 * columns * TILE_K * 2 if self.b_dtype == "f32" else 0
+        """The TF32 parts of B, two or one: a buffer for each group of converter warps, two at least."""
+        warps = min(_ceil_div(self.tile_n, 32), 4)
+        buffers = max(min(7 // warps, 4), 2)
+        return buffers * (2 if self.b_dtype == "f32" else 1) * self.tile_n * TILE_K * 4
 
     @property
     def num_stages(self) -> int:
-        """As many as fit beside the parts, in half of an SM's shared memory where two CTAs share it."""
-        budget = (110 if self.ctas_per_sm == 2 else 224) * 1024
-        return min(12, (budget - self._parts_bytes) // self._stage_bytes)
+        """As many as fit beside the parts."""
+        return min(12, (224 * 1024 - self._parts_bytes) // self._stage_bytes)
 
     @property
     def smem_bytes(self) -> int:
@@ -108,7 +104,7 @@ _POLICIES: dict[tuple[Layout, Dtype], tuple[tuple[int, int, int], ...]] = {
         (128, 80, 8),
         (128, 152, 8),
     ),
-    ("nt", "bf16"): ((64, 16, 8), (128, 40, 8), (128, 152, 8)),
+    ("nt", "bf16"): ((64, 24, 8), (128, 40, 8), (128, 152, 8)),
     ("nn", "f32"): (
         (64, 32, 1),
         (64, 48, 1),
@@ -117,8 +113,6 @@ _POLICIES: dict[tuple[Layout, Dtype], tuple[tuple[int, int, int], ...]] = {
         (128, 80, 1),
         (128, 96, 1),
         (128, 128, 1),
-        (128, 160, 1),
-        (128, 192, 1),
     ),
     ("tn", "f32"): (
         (64, 32, 1),
@@ -128,7 +122,7 @@ _POLICIES: dict[tuple[Layout, Dtype], tuple[tuple[int, int, int], ...]] = {
         (128, 96, 1),
         (128, 128, 1),
     ),
-    ("tn", "bf16"): ((128, 64, 1), (128, 96, 1), (128, 128, 1)),
+    ("tn", "bf16"): ((128, 64, 1), (128, 80, 1), (128, 96, 1)),
 }
 
 
@@ -225,26 +219,19 @@ def select_config(op: str, T: int, N: int, H: int, b_dtype: Dtype, num_sms: int)
 def estimated_cycles(config: RouterConfig, T: int, N: int, H: int, num_sms: int) -> float:
     """Returns a model of the time, in SM clocks: rounds of tiles, times the cost of a tile.
 
-    A k-block of one CTA takes 300 clocks to arrive and be split, and its products one after the other. The
-    CTAs of an SM overlap, up to the longest of their products (2048 BF16 multiply-adds a clock), loads from
-    L2 (about 48 bytes a clock) and splits (some 10 instructions an element, 128 lanes, those of B in three
-    warps of each). A round adds the fill of its pipeline and its epilogue. 132 SMs hold 15 clusters of 8
-    at a time, since a cluster stays in one GPC.
+    Fitted to an H200, whose 132 SMs hold one CTA each and 15 clusters of 8 at a time, since a cluster stays in
+    one GPC. A k-block costs the products (1024 TF32 multiply-adds a clock) or, where tiles are small, what 300
+    to 600 instructions of a warp take; a tile its launch, first load, epilogue and reduction.
     """
     M, N, K = kernel_sizes(config.layout, T, N, H)
     tiles = _ceil_div(M, config.tile_m) * _ceil_div(N, config.tile_n)
     clusters = num_sms if config.cluster_k == 1 else max(num_sms // config.cluster_k - 1, 1)
-    resident = min(config.ctas_per_sm, _ceil_div(tiles, clusters))
-    rounds = _ceil_div(tiles, clusters * resident)
+    rounds = _ceil_div(tiles, clusters)
     k_blocks = _ceil_div(_ceil_div(K, TILE_K), config.cluster_k)
-    area, f32 = config.tile_m * config.tile_n, config.b_dtype == "f32"
-    products = (6 if f32 else 3) * area * TILE_K / 2048
-    loads = TILE_K * (4 * config.tile_m + BYTES[config.b_dtype] * config.tile_n) / 48
-    splits = TILE_K * 10 * (config.tile_m + f32 * config.tile_n) / 128
-    converters = TILE_K * 10 * f32 * config.tile_n / 96
-    alone = 300 + products * 64 / config.tile_m + config.tile_n / 2
-    k_block = max(alone, resident * max(products, loads, splits), converters)
-    return rounds * (k_blocks * k_block + resident * area / 8 + 1000) + 2000
+    products = (3 if config.b_dtype == "f32" else 2) * config.tile_m * config.tile_n * TILE_K / 1024
+    k_block = 400 + 1.2 * products
+    area = config.tile_m * config.tile_n
+    return rounds * (k_blocks * k_block + area / 4 + 2000) + 3000
 
 
 # ---- tensor maps ----
@@ -255,7 +242,7 @@ def a_map(config: RouterConfig, T: int, N: int, H: int, ld: int) -> TensorMapGeo
     M, _, K = kernel_sizes(config.layout, T, N, H)
     if config.layout == "tn":
         return TensorMapGeometry("f32", (M, K), (4 * ld,), (32, TILE_K))
-    return TensorMapGeometry("f32", (K, M), (4 * ld,), (16, config.tile_m), "NONE")
+    return TensorMapGeometry("f32", (K, M), (4 * ld,), (TILE_K, config.tile_m))
 
 
 def b_map(config: RouterConfig, T: int, N: int, H: int, ld: int) -> TensorMapGeometry:

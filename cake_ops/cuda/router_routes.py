@@ -21,6 +21,7 @@ from .._problem import PROBLEMS
 from ..cpu import router_mm as fp64
 from .config import ROWS, rows_bucket
 from .device import no_kernels_reason, num_sms
+from .fallback import announce
 from .launch import I32, I64, POINTER, Plan
 from .router_config import (
     LAYOUTS,
@@ -91,10 +92,12 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
     reason = no_kernels_reason(device)
     if reason:
         multiply = getattr(fp64, op)
-        return Route(
-            _below_autograd(lambda out, a, b: multiply(op, out, accumulate, a, b)),
-            Explanation("torch", f"{reason}; {fp64.HOW}"),
-        )
+
+        def run_fp64(out: Tensor, a: Tensor, b: Tensor) -> None:
+            announce(device)
+            multiply(op, out, accumulate, a, b)
+
+        return Route(_below_autograd(run_fp64), Explanation("torch", f"{reason}; {fp64.HOW}"))
     why_a, why_b, reason = _copies(op, a, b)
     if reason:
         a_dtype, b_dtype = _read_dtypes(op, a, b)
@@ -106,10 +109,10 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
 
         return Route(_below_autograd(run_copied), Explanation("kernel after a copy", reason))
     b_dtype = _read_dtypes(op, a, b)[0 if LAYOUTS[op] == "nt" else 1]
-    config, source = TABLE.choose(
+    config, chosen_by = TABLE.choose(
         gpu_name(device), op, b_dtype, rows_bucket(T), N, H, num_sms(device)
     )
-    return _kernel_route(op, config, source, out, a, b, accumulate)
+    return _kernel_route(op, config, chosen_by, out, a, b, accumulate)
 
 
 def candidate_route(op: str, config: RouterConfig, out: Tensor, a: Tensor, b: Tensor) -> Route:
@@ -130,11 +133,17 @@ def candidate_route(op: str, config: RouterConfig, out: Tensor, a: Tensor, b: Te
             f"cake::{op}: {config.name} cannot compute T = {T}, N = {N}, H = {H} from"
             f" {a.dtype} and {b.dtype}{reason and ': '}{reason}"
         )
-    return _kernel_route(op, config, "candidate", out, a, b, accumulate=False)
+    return _kernel_route(op, config, "caller", out, a, b, accumulate=False)
 
 
 def _kernel_route(
-    op: str, config: RouterConfig, source: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool
+    op: str,
+    config: RouterConfig,
+    chosen_by: str,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    accumulate: bool,
 ) -> Route:
     T, N, H = _sizes(op, a, b)
     swapped = config.layout == "nt"  # A is the call's second operand
@@ -166,7 +175,8 @@ def _kernel_route(
         grid=grid(config, T, N, H),
         threads=config.threads,
         smem_bytes=config.smem_bytes,
-        schedule=f"one tile a cluster, config from: {source}",
+        schedule="one tile a cluster",
+        chosen_by=chosen_by,
     )
     return Route(plan.run, explanation)
 

@@ -142,7 +142,7 @@ class Verdicts:
     def choose(
         self, gpu: str, op: str, b_dtype: Dtype, T: int, N: int, H: int, num_sms: int
     ) -> tuple[RouterConfig, str]:
-        """The configuration of a call and where it comes from; ``T`` is a bucket.
+        """The configuration of a call and what chose it; ``T`` is a bucket.
 
         Raises:
             RuntimeError: no configuration computes the problem.
@@ -150,7 +150,7 @@ class Verdicts:
         for route in self.routes():
             if route.matches(gpu, op, b_dtype, T, N, H):
                 return named_configs()[route.config], route.source
-        return select_config(op, T, N, H, b_dtype, num_sms), "model"
+        return select_config(op, T, N, H, b_dtype, num_sms), "cost model"
 
     def override(self, route: RouterRoute) -> None:
         """Puts a verdict before all others."""

@@ -93,7 +93,8 @@ def rows_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
 def columns_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
     """The geometry of three tensors, of which the first two should have M rows."""
     rows, columns, shape, *rest = rows_key(a, b, c)
-    return a.shape[:1] == shape[:1] and rows, columns, shape[1:], *rest
+    # A call that does not fit has a key of its own: none of M = 0, which False would equal.
+    return rows if a.shape[:1] == shape[:1] else -1, columns, shape[1:], *rest
 
 
 def out_key(out: Tensor) -> tuple[Any, ...]:

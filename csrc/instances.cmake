@@ -45,6 +45,8 @@ cake_kernel(
   tn_f32_128x80_k1
   tn_f32_128x96_k1
   tn_f32_128x128_k1
+  tn_f32_128x96_k8
   tn_bf16_128x64_k1
   tn_bf16_128x80_k1
-  tn_bf16_128x96_k1)
+  tn_bf16_128x96_k1
+  tn_bf16_128x96_k8)

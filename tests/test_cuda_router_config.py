@@ -24,6 +24,9 @@ from cake_ops.cuda.driver import manifest
 from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
 from cake_ops.cuda.router_config import (
     LAYOUTS,
+    MAX_CHAIN,
+    MAX_CLUSTER_K,
+    Dtype,
     RouterConfig,
     a_map,
     all_configs,
@@ -64,7 +67,17 @@ def test_every_policy_is_valid_and_fits(config: RouterConfig) -> None:
     assert config.num_stages >= 2 and config.smem_bytes <= SMEM_LIMIT
     assert config.threads == 2 * config.tile_m + 256
     for T, N, H in (*SIZES, (MAX_SIZE, 8, 8), (1, 8, MAX_SIZE), (8, MAX_SIZE, 1)):
-        assert is_valid(config, T, N, H)
+        long = config.layout == "tn" and T > MAX_CHAIN * config.cluster_k
+        assert is_valid(config, T, N, H) == (not long or config.cluster_k == MAX_CLUSTER_K)
+
+
+@pytest.mark.parametrize("b_dtype", ["f32", "bf16"])
+def test_a_cluster_shares_the_sums_of_many_tokens(b_dtype: Dtype) -> None:
+    """FP32 sums lose with the root of their number, so no CTA makes a long one alone."""
+    for T in (1, 64, 2048, 2049, 8192, 16384, 1 << 20):
+        chosen = select_config("router_mm_wgrad", T, 256, 4096, b_dtype, 132)
+        assert T <= MAX_CHAIN * chosen.cluster_k or chosen.cluster_k == MAX_CLUSTER_K
+        assert T > MAX_CHAIN or chosen.cluster_k == 1
 
 
 def test_names_are_unique_and_complete() -> None:
@@ -168,7 +181,8 @@ def test_candidates_are_in_the_order_of_their_estimates(
     op: str, b_dtype: Any, T: int, N: int, H: int
 ) -> None:
     found = candidates(op, T, N, H, b_dtype, SMS)
-    assert set(found) == set(policies(LAYOUTS[op], b_dtype))
+    every = policies(LAYOUTS[op], b_dtype)
+    assert set(found) == {config for config in every if is_valid(config, T, N, H)}
     estimates = [estimated_cycles(config, T, N, H, SMS) for config in found]
     assert estimates == sorted(estimates) and min(estimates) > 0
     assert select_config(op, T, N, H, b_dtype, SMS) == found[0]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 from cake_ops.integrations import expert_rows
 from cake_ops.integrations.expert_rows import combine, dispatch, gated_silu
 
-ROUNDED = 2**-9  # the largest relative error of one rounding to BF16
+ROUNDED = 2**-8  # the largest relative error of one rounding to BF16
 
 
 def routing(tokens: int, top_k: int, device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -119,7 +119,9 @@ def _draw_speed(run: Run, axes: Any) -> None:
         if len(seconds) < 2:
             continue
         tokens = run.config.batch * run.model_config.context / 1000
-        low, median, high = (tokens / q for q in reversed(quantiles(seconds, n=4)))
+        low, median, high = (
+            tokens / q for q in reversed(quantiles(seconds, n=4, method="inclusive"))
+        )
         whisker = [[median - low], [high - median]]
         axes.bar(arm.name, median, color=COLOURS[arm.name], alpha=0.8, width=0.6)
         axes.errorbar(arm.name, median, whisker, color=DARK, capsize=4, linewidth=1)

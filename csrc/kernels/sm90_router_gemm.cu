@@ -1,8 +1,8 @@
 // FP32 router GEMM: D = A B in FP32 quality on TF32 tensor cores, for the three passes of a gate.
 //
-//   nt  forward         D^T[T, N] = (w[N, H] x[T, H]^T)^T   rows of A are experts, columns of B
-//   tokens nn  data gradient   dX[T, H]  = g[T, N] w[N, H] tn  weight gradient dW[N, H]  = g[T,
-//   N]^T x[T, H]
+//   nt  forward           D[N, T] = w[N, H] x[T, H]^T, stored transposed
+//   nn  data gradient     D[T, H] = g[T, N] w[N, H]
+//   tn  weight gradient   D[N, H] = g[T, N]^T x[T, H]
 //
 // A and B are f32; in nt and tn B (the tokens' x) may be bf16. M, N, K below are the kernel's own:
 // rows of A, columns of B, contraction.
@@ -16,7 +16,7 @@
 //
 // Three TF32 products take the tensor cores as long as six of bf16 parts (BF16x3), but the split is
 // half of the work, and the issue slots, not the tensor cores, are what a router runs out of:
-// BF16x3 was 8 to 25 % slower here, and both spend most of 64 tokens' time in latency.
+// BF16x3 was 7 to 13 % slower here.
 //
 // K is split over a cluster of kClusterK CTAs, each a run of chunks that depends on K alone. Their
 // sums meet in distributed shared memory and are added in the order of the ranks. So results are
@@ -29,9 +29,12 @@
 // Launch: kThreads threads, grid = tiles of M (fastest) x tiles of N x kClusterK (cluster
 // dimensions are compiled in), dynamic shared memory as `smem_bytes` in
 // cake_ops/cuda/router_config.py. Parameters:
-//   map_a  f32, 2-D   nt, nn  dims (K, M)  box (32, kTileM)    tn  dims (M, K)  box (32, 32)   all
-//   128B map_b  nt  f32  dims (K, N)  box (32, kTileN), 128B   bf16  the same with the 64B swizzle
-//          nn, tn  f32  dims (N, K)  box (kTileN, 32)     bf16  box (64, 32), 128B
+//   map_a  nt, nn  f32   dims (K, M)  box (32, kTileM)  128B swizzle
+//          tn      f32   dims (M, K)  box (32, 32)      128B
+//   map_b  nt      f32   dims (K, N)  box (32, kTileN)  128B
+//          nt      bf16  dims (K, N)  box (32, kTileN)  64B
+//          nn, tn  f32   dims (N, K)  box (kTileN, 32)  none
+//          tn      bf16  dims (N, K)  box (64, 32)      128B
 //   d, ldd     the result and its row stride in elements; nt stores it transposed
 //   M, N, K    int32
 //   output     bit 0: d is bf16; bit 1: add to d
@@ -121,9 +124,11 @@ CAKE_POLICY(tn, f32, true, 128, 64, 1);
 CAKE_POLICY(tn, f32, true, 128, 80, 1);
 CAKE_POLICY(tn, f32, true, 128, 96, 1);
 CAKE_POLICY(tn, f32, true, 128, 128, 1);
+CAKE_POLICY(tn, f32, true, 128, 96, 8);
 CAKE_POLICY(tn, bf16, false, 128, 64, 1);
 CAKE_POLICY(tn, bf16, false, 128, 80, 1);
 CAKE_POLICY(tn, bf16, false, 128, 96, 1);
+CAKE_POLICY(tn, bf16, false, 128, 96, 8);
 #undef CAKE_POLICY
 }  // namespace config
 

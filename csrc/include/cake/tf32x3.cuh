@@ -12,10 +12,10 @@
 // follow.
 //
 // Raw tiles, 32 contraction steps deep:
-//   A, K-major   [rows][32] f32, 128B                     A, MN-major  [rows / 32][32][32] f32,
-//   128B B, K-major   [columns][32] f32, 128B, or bf16, 64B    B, MN-major  [32][columns] f32, no
-//   swizzle,
-//                                                         or [columns / 64][32][64] bf16, 128B
+//   A, K-major    [rows][32] f32, 128B swizzle
+//   A, MN-major   [rows / 32][32][32] f32, 128B
+//   B, K-major    [columns][32] f32, 128B, or bf16, 64B
+//   B, MN-major   [32][columns] f32, no swizzle, or [columns / 64][32][64] bf16, 128B
 #pragma once
 
 #include "cake/wgmma_rs.cuh"

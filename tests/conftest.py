@@ -50,6 +50,12 @@ def place(request: pytest.FixtureRequest) -> Place:
     return request.param
 
 
+@pytest.fixture
+def unseen_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes a GPU where there is one, such as a snippet of the documentation, takes the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results start as NaN (real tensors only; fakes have no data).

@@ -188,6 +188,7 @@ def test_offloading_frees_the_device() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
+@pytest.mark.usefixtures("unseen_gpu")
 def test_documentation_runs(number: int, tmp_path: Path) -> None:
     assert "assert" in SNIPPETS[number]
     script = tmp_path / "checkpointing.py"

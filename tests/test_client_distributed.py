@@ -339,7 +339,12 @@ def torchrun(ranks: int, *script: str) -> None:
     """Ends well, or raises with what the ranks wrote."""
     done = subprocess.run(
         [*TORCHRUN, str(ranks), *script],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",  # no host name is looked up
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

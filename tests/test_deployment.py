@@ -16,6 +16,7 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs/deployment.md").read_text()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unseen_gpu")
 def test_documentation_runs(tmp_path: Path) -> None:
     (source,) = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE)
     script = tmp_path / "deployment.py"

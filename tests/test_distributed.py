@@ -258,7 +258,9 @@ def fsdp2_gathers_the_weights_around_the_call(mesh: DeviceMesh) -> None:
         close(q.grad, p.grad)  # the same data on each rank: the mean of equal gradients
 
 
-# The processes
+# The processes. They share the machine with the other tests: without the limit each rank has as many
+# threads as there are cores, which wait for each other longer than gloo waits. No host name is looked up.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -289,6 +291,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(folder)],
+            env={**os.environ, **ENVIRONMENT},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -27,11 +27,11 @@ def blocks(text: str, language: str) -> list[tuple[int, str]]:
     return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in found]
 
 
-SNIPPETS = [
-    pytest.param(
-        line, source, marks=pytest.mark.gpu if GPU_GUARD in source else (), id=f"line-{line}"
-    )
+SNIPPETS = [  # on the CPU, and on a GPU those that mention one
+    pytest.param(line, source, device, marks=marks, id=f"line-{line}-{device}")
     for line, source in blocks(TEXTS["README.md"], "python")
+    for device, marks in (("cpu", ()), ("cuda", pytest.mark.gpu))
+    if (GPU_GUARD not in source if device == "cpu" else "cuda" in source)
 ]
 
 
@@ -59,8 +59,17 @@ def one_compiler_thread() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("line", "source"), SNIPPETS)
-def test_snippet_runs(line: int, source: str, tmp_path: Path, one_compiler_thread: None) -> None:
+@pytest.mark.parametrize(("line", "source", "device"), SNIPPETS)
+def test_snippet_runs(
+    line: int,
+    source: str,
+    device: str,
+    tmp_path: Path,
+    one_compiler_thread: None,
+    request: pytest.FixtureRequest,
+) -> None:
+    if device == "cpu":
+        request.getfixturevalue("unseen_gpu")
     assert re.search(r"\bassert(_close)?\b|\.assert_", source), "a snippet shows what it claims"
     script = tmp_path / "README.py"
     script.write_text("\n" * line + source)  # a traceback gives the line of the README

@@ -49,4 +49,4 @@ cake_kernel(
   tn_bf16_128x64_k1
   tn_bf16_128x80_k1
   tn_bf16_128x96_k1
-  tn_bf16_128x96_k8)
+  tn_bf16_128x80_k8)

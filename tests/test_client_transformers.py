@@ -391,6 +391,7 @@ def test_routers_of_another_build_are_refused() -> None:
     assert type(model.model.layers[0].mlp.gate).__name__ == "Qwen3MoeTopKRouter"
 
 
+@pytest.mark.usefixtures("unseen_gpu")
 def test_documentation_runs(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[1] / "docs/transformers.md").read_text()
     (source,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)

@@ -38,7 +38,6 @@ from torch.utils.checkpoint import checkpoint
 import cake_ops
 from cake_ops.bench.host import rounds_us
 from cake_ops.cuda.router_config import LAYOUTS, policies
-from cake_ops.cuda.router_verdicts import TABLE, RouterRoute
 from cake_ops.cuda.routes import CACHES, MAX_ROUTES, RouteCache
 from cake_ops.nn import RouterLinear
 
@@ -178,7 +177,7 @@ def test_h54_thousands_of_geometries() -> None:
 def verdicts() -> Iterator[None]:
     """Overrides last until the end of the test."""
     yield
-    TABLE.reset()
+    cake_ops.reset_router_routes()
 
 
 @pytest.mark.parametrize("name", ROUTER_PRODUCTS)
@@ -190,7 +189,7 @@ def test_a_changed_verdict_is_used_at_the_next_call(
     p = router(300, 136, 72)
     out = torch.full_like(p.run(name), NAN)
     for config in (*policies(LAYOUTS[name], "f32"), *policies(LAYOUTS[name], "f32")[:1]):
-        TABLE.override(RouterRoute(name, config.name))
+        cake_ops.set_router_route(name, config.name)
         assert cake_ops.explain(name, *p.tensors(name)).kernel == config.symbol
         results: list[Tensor] = []
 

@@ -258,8 +258,7 @@ def fsdp2_gathers_the_weights_around_the_call(mesh: DeviceMesh) -> None:
         close(q.grad, p.grad)  # the same data on each rank: the mean of equal gradients
 
 
-# The processes. They share the machine with the other tests: without the limit each rank has as many
-# threads as there are cores, which wait for each other longer than gloo waits. No host name is looked up.
+# The processes: one thread each, on the CPU, and over the loopback interface, which needs no host name.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
 
 

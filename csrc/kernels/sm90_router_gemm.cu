@@ -38,14 +38,12 @@
 //   d, ldd     the result and its row stride in elements; nt stores it transposed
 //   M, N, K    int32
 //   output     bit 0: d is bf16; bit 1: add to d
-#include "cake/pipeline.cuh"
 #include "cake/router_epilogue.cuh"
+#include "cake/router_pipeline.cuh"
 
 namespace cake {
 
 enum class Layout { nt, nn, tn };
-
-constexpr int kBarrierBytes = 256;
 
 template <Layout kLayout_, bool kF32_, int kTileM_, int kTileN_, int kClusterK_>
 struct RouterConfig {
@@ -128,109 +126,9 @@ CAKE_POLICY(tn, f32, true, 128, 96, 8);
 CAKE_POLICY(tn, bf16, false, 128, 64, 1);
 CAKE_POLICY(tn, bf16, false, 128, 80, 1);
 CAKE_POLICY(tn, bf16, false, 128, 96, 1);
-CAKE_POLICY(tn, bf16, false, 128, 96, 8);
+CAKE_POLICY(tn, bf16, false, 128, 80, 8);
 #undef CAKE_POLICY
 }  // namespace config
-
-// The barriers of a CTA, by shared address, and the ring positions that each role carries.
-template <class Config>
-struct RouterBarriers {
-  u32 base;
-
-  __device__ __forceinline__ u32 full(int stage) const { return base + 8 * stage; }
-  __device__ __forceinline__ u32 empty(int stage) const {
-    return base + 8 * (Config::kStages + stage);
-  }
-  __device__ __forceinline__ u32 parts_full(int buffer) const {
-    return base + 8 * (2 * Config::kStages + buffer);
-  }
-  __device__ __forceinline__ u32 parts_empty(int buffer) const {
-    return base + 8 * (2 * Config::kStages + Config::kPartsBuffers + buffer);
-  }
-
-  // One thread; the caller then fences and synchronises.
-  __device__ __forceinline__ void init() const {
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(full(stage), 1);
-      ptx::mbarrier_init(empty(stage), Config::kMathWarps + Config::kConverterWarps);
-    }
-    for (int buffer = 0; buffer < Config::kPartsBuffers; ++buffer) {
-      ptx::mbarrier_init(parts_full(buffer), Config::kConverterWarps);
-      ptx::mbarrier_init(parts_empty(buffer), Config::kMathWarps);
-    }
-  }
-};
-static_assert(8 * (2 * 12 + 2 * 4) <= kBarrierBytes, "room of the barriers");
-
-__device__ __forceinline__ void wait(u32 bar, u32 parity) {
-  while (!ptx::mbarrier_try_wait_parity(bar, parity)) {
-  }
-}
-
-// One thread: the loads of all chunks.
-template <class Config>
-__device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap& map_b,
-                                        const RouterBarriers<Config>& barriers, u32 stages, int m,
-                                        int n, int k, int chunks,
-                                        StageState<Config::kStages>& state) {
-  constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
-#pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk, k += kChunkK) {
-    const u32 full = barriers.full(state.stage);
-    const u32 a = stages + state.stage * Config::kStageBytes;
-    const u32 b = a + Config::RawA::kBytes;
-    wait(barriers.empty(state.stage), state.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Config::kLoadBytes);
-    if constexpr (Config::kMajorA == Major::K) {
-      ptx::cp_async_bulk_tensor_2d(a, map_a, full, k, m);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kTileM; i += 32) {
-        ptx::cp_async_bulk_tensor_2d(a + i * 128, map_a, full, m + i, k);
-      }
-    }
-    if constexpr (Config::kMajorB == Major::K) {
-      ptx::cp_async_bulk_tensor_2d(b, map_b, full, k, n);
-    } else if constexpr (Config::kF32) {
-      ptx::cp_async_bulk_tensor_2d(b, map_b, full, n, k);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kTileN; i += 64) {
-        ptx::cp_async_bulk_tensor_2d(b + i * 64, map_b, full, n + i, k);
-      }
-    }
-    state.advance();
-  }
-}
-
-// A group of converter warps: the parts of every kConverterGroups-th chunk of B.
-template <class Config>
-__device__ __forceinline__ void convert(const RouterBarriers<Config>& barriers, u32 stages,
-                                        u32 parts, int warp, int lane, int chunks) {
-  constexpr int kThreads = Config::kConverterWarps * 32;
-  const int thread = warp % Config::kConverterWarps * 32 + lane;
-  const int group = warp / Config::kConverterWarps;
-  StageState<Config::kStages> in;
-  StageState<Config::kPartsBuffers> out;
-  in.advance(group);
-  out.advance(group);
-#pragma unroll 1
-  for (int chunk = group; chunk < chunks; chunk += Config::kConverterGroups) {
-    wait(barriers.full(in.stage), in.phase);
-    wait(barriers.parts_empty(out.stage), out.phase ^ 1);
-    Config::RawB::template split<Config::kMajorA, kThreads>(
-        stages + in.stage * Config::kStageBytes + Config::RawA::kBytes,
-        parts + out.stage * Config::kPartsBytes, thread);
-    ptx::fence_proxy_async_shared_cta();  // wgmma reads what was written here
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(barriers.parts_full(out.stage));
-      ptx::mbarrier_arrive(barriers.empty(in.stage));
-    }
-    in.advance(Config::kConverterGroups);
-    out.advance(Config::kConverterGroups);
-  }
-}
 
 // acc = the chunk's products, the small ones first. B's parts are K-major with the 128-byte
 // swizzle.
@@ -373,11 +271,19 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
     ptx::prefetch_tensormap(map_a);
     ptx::prefetch_tensormap(map_b);
     barriers.init();
-    ptx::fence_mbarrier_init_release_cluster();
   }
   __syncthreads();
   ptx::griddepcontrol_wait();
 
+  // By all threads; inlined in either branch, since they have different numbers of registers.
+  const auto store = [&] {
+    const int first_row = Config::kTransposed ? n : m;
+    const int first_column = Config::kTransposed ? m : n;
+    const i64 at = first_row * ldd + first_column;
+    char* to = static_cast<char*>(d) + at * (output & 1 ? 2 : 4);
+    store_tile<Config>(stages, to, ldd, (Config::kTransposed ? N : M) - first_row,
+                       (Config::kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
+  };
   if (warp < Config::kMathWarps) {
     if constexpr (Config::kReallocate) ptx::setmaxnreg_inc<Config::kMathRegisters>();
     const int row = warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
@@ -392,12 +298,7 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
     }
     write_tile<Config>(sum, stages, row, lane % 4);
     cluster_sync<Config::kClusterK>();
-    const int first_row = Config::kTransposed ? n : m;
-    const int first_column = Config::kTransposed ? m : n;
-    const i64 at = first_row * ldd + first_column;
-    char* to = static_cast<char*>(d) + at * (output & 1 ? 2 : 4);
-    store_tile<Config>(stages, to, ldd, (Config::kTransposed ? N : M) - first_row,
-                       (Config::kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
+    store();
   } else {
     if constexpr (Config::kReallocate) ptx::setmaxnreg_dec<Config::kOtherRegisters>();
     const int k = first_chunk * kChunkK, converter = warp - Config::kMathWarps - 1;
@@ -417,6 +318,7 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
       __syncwarp();
     }
     cluster_sync<Config::kClusterK>();
+    store();
   }
   if constexpr (Config::kClusterK > 1) {  // a tile must outlive the peers' reads
     ptx::barrier_cluster_arrive_relaxed();

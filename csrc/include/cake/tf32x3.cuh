@@ -210,7 +210,7 @@ struct RawBRows {
     static_assert(kThreads >= kColumns, "the threads span the tile");
     const int column = thread % kColumns, run = thread / kColumns;
     if (run >= kRuns) return;
-#pragma unroll
+#pragma unroll(kF32 ? 8 : 4)  // bf16's addresses take more registers
     for (int n = 0; n < 8 / kRuns; ++n) {
       const int quad = run * (8 / kRuns) + n;
       float x[4];

@@ -153,6 +153,25 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[Config::kTileN / 2],
   ptx::wgmma_commit_group();
 }
 
+// Two math warpgroups that multiply in turns: barrier 2 is the first one's turn, 3 the second's.
+template <class Config>
+__device__ __forceinline__ void await_turn(int warpgroup) {
+  if (warpgroup == 0) {
+    ptx::bar_sync(2, Config::kMathThreads);
+  } else {
+    ptx::bar_sync(3, Config::kMathThreads);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  if (warpgroup == 0) {
+    ptx::bar_arrive(3, Config::kMathThreads);
+  } else {
+    ptx::bar_arrive(2, Config::kMathThreads);
+  }
+}
+
 // A math warpgroup: sum[64, kTileN] of all chunks. What is not multiplication overlaps with it: a
 // chunk's fragments are made while the chunk before it multiplies, or, where registers do not
 // suffice for both, the two warpgroups take turns to multiply.
@@ -178,15 +197,13 @@ __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
     if (!Config::kAhead) load(a);
     float acc[Config::kTileN / 2];
     wait(barriers.parts_full(in.stage), in.phase);
-    if (kTurns) ptx::bar_sync(2 + warpgroup, Config::kMathThreads);
+    if (kTurns) await_turn<Config>(warpgroup);
     multiply_chunk<Config>(acc, a, parts + in.stage * Config::kPartsBytes);
     // Only now is the raw chunk free: products are issued when their registers have been loaded,
     // but an arrival behind the loads would overtake them (seen as one wrong result in a thousand).
     if (lane == 0) ptx::mbarrier_arrive(barriers.empty(multiplied.stage));
     multiplied.advance();
-    if (kTurns && (warpgroup == 0 || chunk + 1 < chunks)) {
-      ptx::bar_arrive(3 - warpgroup, Config::kMathThreads);
-    }
+    if (kTurns && (warpgroup == 0 || chunk + 1 < chunks)) pass_turn<Config>(warpgroup);
     if (Config::kAhead && chunk + 1 < chunks) load(next);
     ptx::wgmma_wait_group<0>();
     if (lane == 0) ptx::mbarrier_arrive(barriers.parts_empty(in.stage));
@@ -194,7 +211,7 @@ __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
     for (int i = 0; i < Config::kTileN / 2; ++i) sum[i] += acc[i];
     in.advance();
   };
-  if (kTurns && warpgroup == 1 && chunks > 0) ptx::bar_arrive(2, Config::kMathThreads);
+  if (kTurns && warpgroup == 1 && chunks > 0) pass_turn<Config>(warpgroup);
   if (Config::kAhead && chunks > 0) load(fragments[0]);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; chunk += 2) {
@@ -275,15 +292,6 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
   __syncthreads();
   ptx::griddepcontrol_wait();
 
-  // By all threads; inlined in either branch, since they have different numbers of registers.
-  const auto store = [&] {
-    const int first_row = Config::kTransposed ? n : m;
-    const int first_column = Config::kTransposed ? m : n;
-    const i64 at = first_row * ldd + first_column;
-    char* to = static_cast<char*>(d) + at * (output & 1 ? 2 : 4);
-    store_tile<Config>(stages, to, ldd, (Config::kTransposed ? N : M) - first_row,
-                       (Config::kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
-  };
   if (warp < Config::kMathWarps) {
     if constexpr (Config::kReallocate) ptx::setmaxnreg_inc<Config::kMathRegisters>();
     const int row = warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
@@ -298,7 +306,12 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
     }
     write_tile<Config>(sum, stages, row, lane % 4);
     cluster_sync<Config::kClusterK>();
-    store();
+    const int first_row = Config::kTransposed ? n : m;
+    const int first_column = Config::kTransposed ? m : n;
+    const i64 at = first_row * ldd + first_column;
+    char* to = static_cast<char*>(d) + at * (output & 1 ? 2 : 4);
+    store_tile<Config>(stages, to, ldd, (Config::kTransposed ? N : M) - first_row,
+                       (Config::kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
   } else {
     if constexpr (Config::kReallocate) ptx::setmaxnreg_dec<Config::kOtherRegisters>();
     const int k = first_chunk * kChunkK, converter = warp - Config::kMathWarps - 1;
@@ -318,7 +331,6 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
       __syncwarp();
     }
     cluster_sync<Config::kClusterK>();
-    store();
   }
   if constexpr (Config::kClusterK > 1) {  // a tile must outlive the peers' reads
     ptx::barrier_cluster_arrive_relaxed();

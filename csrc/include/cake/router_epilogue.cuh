@@ -51,7 +51,7 @@ __device__ __forceinline__ float4 load_quad(u32 tile, u32 offset) {
   }
 }
 
-// All threads of all ranks: the finished tile into d, each rank its share of the rows. `rows`
+// The math threads of all ranks: the finished tile into d, each rank its share of the rows. `rows`
 // and `columns` bound the tile in d.
 template <class Config>
 __device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows, int columns,
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows,
   const int first_row = rank * kRows;
   if (!low && (reinterpret_cast<u64>(d) | 4 * ldd) % 16 == 0 && columns % 4 == 0) {
 #pragma unroll(Config::kClusterK == 1 ? 4 : 1)
-    for (int item = thread; item < kRows * kQuads; item += Config::kThreads) {
+    for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
       const int row = first_row + item / kQuads, column = item % kQuads * 4;
       if (row >= rows || column >= columns) continue;
       float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows,
     return;
   }
 #pragma unroll 1
-  for (int item = thread; item < kRows * kQuads; item += Config::kThreads) {
+  for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
     const int row = first_row + item / kQuads, column = item % kQuads * 4;
     if (row >= rows) break;
     const float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);

@@ -67,7 +67,10 @@ def check(name: str, actual: Tensor, a: Tensor, b: Tensor, start: Tensor | None 
         max(expected.abs().max().item(), usual / math.sqrt(expected.numel())) or 1
     )
     call = f"{name} {tuple(a.shape)} x {tuple(b.shape)}, {a.dtype} x {b.dtype} -> {actual.dtype}"
-    assert frobenius <= bound and peak <= bound, f"{call}: errors {frobenius:.2e}, {peak:.2e}"
+    # Long FP32 sums lose with the root of their length, single elements first.
+    assert frobenius <= bound and peak <= (2 if terms > 2048 else 1) * bound, (
+        f"{call}: errors {frobenius:.2e}, {peak:.2e}"
+    )
 
 
 def operands(

@@ -175,3 +175,41 @@ def test_lead_of_deepgemm_is_that_of_the_table() -> None:
     )
     percent = [f"{100 * (1 - float(ratio)):.1f} %" for ratio in (large, small)]
     assert f"{percent[0]} faster on large rows and {percent[1]} on small ones" in PEERS
+
+
+def test_speed_of_the_router_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "cake_ops/bench/results/router-h200.json").read_text())
+    rows = [row for row in results["rows"] if row["mode"] == "graph"]
+    readme = (ROOT / "README.md").read_text()
+
+    def best(row: dict) -> float:
+        return min(row["ratios"][arm][0] for arm in ("torch", "cublas", "cublaslt"))
+
+    def mean(values: list[float]) -> float:
+        return math.exp(sum(map(math.log, values)) / len(values))
+
+    for op in ("fwd", "dgrad", "wgrad", "bwd", "2fwd+bwd"):
+        cells = [op]
+        for tokens in (64, 256, 1024):
+            own = [r for r in rows if r["op"] == op and r["shape"].endswith(f"T{tokens}")]
+            us = " / ".join(f"{row['arms']['cake']['median_us']:.1f}" for row in own)
+            ratios = [best(row) for row in own]
+            span = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+            cells.append(f"{us} us: {mean(ratios):.2f} {span}")
+        assert "| " + " | ".join(cells) + " |" in readme
+    ratios = [best(row) for row in rows]
+    assert f"The geometric mean of all 45 is {mean(ratios):.2f}." in readme
+    text = " ".join(PEERS.split())
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} times as long" in text
+    assert f"by geometric mean {mean(ratios):.2f} over" in text
+
+
+def test_speed_of_layers_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "cake_ops/bench/results/layers-h200.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    for row in results["rows"]:
+        low = row["ratios"]["grouped_mm"]
+        cells = f"| {row['shape'].replace(' tokens', '')} | {row['mode']} |"
+        (line,) = [line for line in readme.splitlines() if line.startswith(cells)]
+        assert f"| {row['arms']['cake']['tokens_per_s'] / 1e6:.3f} M |" in line
+        assert f"| {low[0]:.2f} [{low[1]:.2f}, {low[2]:.2f}] |" in line

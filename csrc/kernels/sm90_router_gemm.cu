@@ -67,7 +67,7 @@ struct RouterConfig {
   static constexpr bool kAhead = kTileN <= (kF32 ? 96 : 80);
   // Of a thread, where two math warpgroups need more than their share of 128.
   static constexpr bool kReallocate = kMathWarpgroups == 2;
-  static constexpr int kMathRegisters = kTileN > (kF32 ? 80 : 96) ? 208 : 184;
+  static constexpr int kMathRegisters = kTileN > 128 ? 216 : kTileN > (kF32 ? 80 : 96) ? 208 : 184;
   static constexpr int kOtherRegisters = 256 - kMathRegisters;
 
   using RawA = RawA<kMajorA, kTileM>;

@@ -40,6 +40,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function, _SingleLevelFunction
 
 from ._library import LIB, OPS, Op
+from ._main_grad import main_grad_of
 
 
 class Call(NamedTuple):
@@ -49,17 +50,20 @@ class Call(NamedTuple):
     a_dtype: torch.dtype
     b_dtype: torch.dtype
     b_stride: tuple[int, ...]
+    main_grad: Tensor | None
+    """Where the gradient of ``b`` is to be added, if it is not wanted on its own."""
 
     @property
     def b_transposed(self) -> bool:
         """Whether ``b`` is stored column-major. A weight gradient is then made in that memory order, so
         that ``AccumulateGrad`` adopts it without a copy."""
-        row, column = (type(stride) is int and stride == 1 for stride in self.b_stride[-2:])
-        return row and not column  # a symbolic stride is not 1, and is not asked
+        row, column = self.b_stride[-2:]  # a symbolic stride is not 1, and is not asked
+        return type(row) is int and row == 1 and not (type(column) is int and column == 1)
 
 
-Gradient = Callable[..., Tensor]
-"""``(call, g, other operand, *offs) -> gradient``, written with differentiable operators."""
+Gradient = Callable[..., Tensor | None]
+"""``(call, g, other operand, *offs) -> gradient``, written with differentiable operators. None if it was
+added to ``call.main_grad``."""
 
 
 def _redispatch(op: Op, keyset: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -84,13 +88,16 @@ def _pack(pack: Callable[[Tensor], Any], t: Tensor) -> Any:
     return packed
 
 
-def _wanted(ctx: Any) -> tuple[bool, bool]:
-    """Which of the two gradients this backward pass asks for; ``autograd.grad`` may ask for one alone."""
+def _wanted(ctx: Any) -> tuple[bool, bool, Tensor | None]:
+    """Which of the two gradients this backward pass asks for, as ``autograd.grad`` may ask for one alone,
+    and the buffer that the second one is to be added to."""
     _, a_needs, b_needs, *_ = ctx.needs_input_grad
-    if not (a_needs and b_needs) or torch.compiler.is_dynamo_compiling():
-        return a_needs, b_needs
-    a_node, b_node = (node for node, _ in ctx.next_functions[:2])
-    return _will_execute(a_node), _will_execute(b_node)
+    if not b_needs or torch.compiler.is_dynamo_compiling():
+        return a_needs, b_needs, None
+    (a_node, _), (b_node, _), *_ = ctx.next_functions
+    if a_needs:
+        a_needs, b_needs = _will_execute(a_node), _will_execute(b_node)
+    return a_needs, b_needs, main_grad_of(b_node) if b_needs else None
 
 
 def _will_execute(node: Any) -> bool:
@@ -134,10 +141,10 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         if g is None:
             return (None,) * len(ctx.needs_input_grad)
         a, b, *offs = ctx.saved_tensors
-        call = Call(*ctx.call)
+        a_needs, b_needs, main_grad = _wanted(ctx)
+        call = Call(*ctx.call, main_grad)
         if not mixed and g.dtype != call.a_dtype:
             g = g.to(call.a_dtype)
-        a_needs, b_needs = _wanted(ctx)
         return (
             None,
             grad_a(call, g, b, *offs) if a_needs else None,
@@ -159,12 +166,9 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     apply = node.apply
 
     def with_grad(keyset, launch, tensors, options):
-        transformed = peek_interpreter_stack() is not None
-        if launch is not None and not transformed and top_hooks(False) is None:
-            return apply((options, launch, None, None), *tensors)
         pushed: list[bool] = []
         try:
-            if transformed:
+            if peek_interpreter_stack() is not None:
                 with enable_single_level_autograd_function():
                     return apply((options, launch, keyset, pushed), *tensors)
             return apply((options, launch, keyset, pushed), *tensors)
@@ -176,8 +180,14 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         launch = launches.get(keyset.raw_repr())
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, *tensors)
-        if is_grad_enabled() and (tensors[0].requires_grad or tensors[1].requires_grad):
-            return with_grad(keyset, launch, tensors, options)
+        if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
+            if (
+                launch is None
+                or peek_interpreter_stack() is not None
+                or top_hooks(False) is not None
+            ):
+                return with_grad(keyset, launch, tensors, options)
+            return apply((options, launch, None, None), *tensors)
         if launch is not None:
             return launch(*tensors, **options)
         return _redispatch(op, keyset, tensors, options)

@@ -26,8 +26,8 @@ class _Product:
         options = {}
         if "deterministic" in self.accepts and "deterministic" in call.options:
             options["deterministic"] = call.options["deterministic"]
-        if self.mixed and "out_dtype" in self.accepts:
-            options["out_dtype"] = dtype
+        if self.mixed and dtype != torch.float32 and "out_dtype" in self.accepts:
+            options["out_dtype"] = dtype  # not the default: a dtype costs a microsecond to pass
         result = self.overload(*tensors, **options)
         return result if result.dtype == dtype else result.to(dtype)
 
@@ -35,8 +35,14 @@ class _Product:
 def _differentiate_family(fwd_name: str) -> None:
     fwd, dgrad, wgrad = (_Product(fwd_name + suffix) for suffix in ("", "_dgrad", "_wgrad"))
 
-    def weight_grad(call: Call, g: Tensor, x: Tensor, *offs: Tensor) -> Tensor:
-        """g^T x in the memory order of the weight."""
+    add = OPS.get(f"{fwd_name}_wgrad_")
+
+    def weight_grad(call: Call, g: Tensor, x: Tensor, *offs: Tensor) -> Tensor | None:
+        """g^T x in the memory order of the weight, or added to its ``main_grad``."""
+        if call.main_grad is not None and add is not None:
+            deterministic = call.options.get("deterministic", True)
+            add.overload(call.main_grad, g, x, *offs, deterministic=deterministic)
+            return None
         if call.b_transposed:
             return wgrad(call, call.b_dtype, x, g, *offs).transpose(-2, -1)
         return wgrad(call, call.b_dtype, g, x, *offs)

@@ -1,6 +1,7 @@
 """Every schema of the namespace ``cake``, and the record of which function serves each operator.
 
-The schemas are defined in one text so that a reader sees the whole surface at once. An operator whose
+The schemas are defined in one text so that a reader sees the whole surface at once; only ``with_main_grad``,
+which computes nothing, stands where it is used, in :mod:`cake_ops._main_grad`. An operator whose
 name ends in ``_out`` writes its result into ``out``; one whose name ends in ``_`` adds to ``out``. Both
 are operators of their own and not overloads tagged ``out``: AOTInductor lowers such an overload to a C
 shim that does not exist for a Python operator.
@@ -109,3 +110,8 @@ def _open_library() -> torch.library.Library:
 
 LIB = _open_library()
 OPS: dict[str, Op] = {op.name: op for op in map(Op, filter(None, SCHEMAS.splitlines()))}
+
+
+def operator_name(op: str | Callable[..., Any]) -> str:
+    """The name of an operator given by name, as public function, or as ``torch.ops.cake.<name>``."""
+    return op if isinstance(op, str) else getattr(op, "__name__", str(op)).split(".")[0]

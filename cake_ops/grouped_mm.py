@@ -111,6 +111,8 @@ def grouped_mm_wgrad(
         check_out_dtype("grouped_mm_wgrad_out", out, out_dtype)
         _wgrad_out(g, x, offs, deterministic=deterministic, out=out)
         return out
+    if out_dtype is None and deterministic:
+        return _wgrad(g, x, offs)
     return _wgrad(g, x, offs, out_dtype=out_dtype, deterministic=deterministic)
 
 

@@ -8,7 +8,6 @@ the dispatch and autograd before it, and NVTX ranges with shapes for Nsight Syst
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ._environment import flag
 from ._library import NAMESPACE
 from ._log import describe
 from .testing import _swapped
@@ -65,5 +65,5 @@ def _require_nvtx() -> None:
 
 
 _of_process = ExitStack()  # it keeps the ranges open: a context manager that is dropped closes
-if os.environ.get("CAKE_NVTX") == "1":
+if flag("CAKE_NVTX"):
     _of_process.enter_context(ranges(nvtx=True))

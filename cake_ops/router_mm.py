@@ -4,7 +4,8 @@ Rules of all functions here:
     * operands are FP32 or BF16 in any mix, [T, H] tokens and [N, H] expert weights, of any strides;
       logits are FP32, gradients have the dtype asked for (autograd: that of their operand).
     * accuracy: relative Frobenius error of at most 5e-7 against FP64, also row by row with rows scaled by
-      2**-60 to 2**30; finite results stay finite up to FP32's maximum.
+      2**-60 to 2**30, for sums of up to 2**17 terms (2**14 in a data gradient); finite results stay finite up
+      to FP32's maximum.
     * subnormal numbers: what is left of a number below 2**-126 may be flushed to zero. Documented bound: each
       operand adds to a result an absolute error of at most 2**-126 times the sum of the magnitudes of the
       other operand's numbers in it.
@@ -18,7 +19,7 @@ Rules of all functions here:
 
 The CPU and GPUs without a kernel compute in FP64 and round once. On Hopper (sm_90a) a kernel of this package computes
 in 3xTF32, the method of Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing
-the FP32 theoretical peak performance" (2022). The relative Frobenius error measured on an H200 is 1.4e-7 to 1.7e-7.
+the FP32 theoretical peak performance" (2022). Measured on an H200, from 64 to 1024 tokens: 1.3e-7 to 1.7e-7.
 
 On sm_90a:
     * an FP32 number becomes two TF32 parts, and three of the four products of parts are computed. Tensor cores
@@ -66,7 +67,9 @@ def router_mm(
     if out is not None:
         _fwd_out(x, w, deterministic=deterministic, out=out)
         return out
-    return _fwd(x, w, deterministic=deterministic)
+    if deterministic:  # defaults that are not passed spare half a microsecond
+        return _fwd(x, w)
+    return _fwd(x, w, deterministic=False)
 
 
 def router_mm_dgrad(
@@ -93,6 +96,8 @@ def router_mm_dgrad(
         check_out_dtype("router_mm_dgrad_out", out, out_dtype)
         _dgrad_out(g, w, deterministic=deterministic, out=out)
         return out
+    if out_dtype is None and deterministic:
+        return _dgrad(g, w)
     return _dgrad(g, w, out_dtype=out_dtype, deterministic=deterministic)
 
 
@@ -120,6 +125,8 @@ def router_mm_wgrad(
         check_out_dtype("router_mm_wgrad_out", out, out_dtype)
         _wgrad_out(g, x, deterministic=deterministic, out=out)
         return out
+    if out_dtype is None and deterministic:
+        return _wgrad(g, x)
     return _wgrad(g, x, out_dtype=out_dtype, deterministic=deterministic)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ._library import operator_name
+from .cuda.router_config import LAYOUTS
 from .cuda.router_verdicts import TABLE, RouterRoute
 
 __all__ = ["RouterRoute", "reset_router_routes", "router_routes", "set_router_route"]
@@ -20,6 +22,9 @@ def router_routes(op: str | Callable[..., Any] | None = None) -> list[RouterRout
     """Returns the verdicts of ``op`` (by default of all three), in the order in which a call looks for its own.
 
     Overrides come first, the latest before the others, then the user's measurements, then the shipped ones.
+
+    Raises:
+        RuntimeError: ``op`` is no operator of the router.
     """
     name = None if op is None else _name(op)
     return [route for route in TABLE.routes() if name in (None, route.op)]
@@ -34,12 +39,13 @@ def set_router_route(
     min_T: int = 1,
     max_T: int | None = None,
     gpu: str | None = None,
-    any_split: bool = False,
 ) -> RouterRoute:
     """Makes ``config`` serve calls of ``op`` in this process, before every other verdict.
 
     It serves calls whose operand has its dtype (see :class:`RouterRoute`) and which lie in its window; a
-    window of T reaches to the ends of the buckets that its bounds lie in (three significant bits of T).
+    window of T reaches to the ends of the buckets that its bounds lie in (three significant bits of T). A call
+    that the configuration cannot compute goes on to the next verdict: of weight gradients those that do not
+    split the tokens (``_k1``) take 2048 at most, since longer FP32 sums are less accurate.
 
     Args:
         op: ``"router_mm"``, ``"router_mm_dgrad"`` or ``"router_mm_wgrad"``, or the public function.
@@ -47,14 +53,11 @@ def set_router_route(
         N, H: the experts and hidden size it is for; None: any.
         min_T, max_T: the numbers of tokens it is for, both ends included.
         gpu: the GPU it is for, as ``torch.cuda.get_device_name()`` gives it; None: any.
-        any_split: admits a forward configuration that splits the contraction over another number of CTAs than
-            those of other T do. Logits then are as accurate, but their last bits may depend on how many
-            tokens are in the batch, so that a recomputed forward of another batch may pick other experts.
 
     Raises:
-        RuntimeError: no such configuration, a bad window, or a split that needs ``any_split``.
+        RuntimeError: no such configuration, or a bad window.
     """
-    route = RouterRoute(_name(op), config, N, H, min_T, max_T, gpu, any_split)
+    route = RouterRoute(_name(op), config, N, H, min_T, max_T, gpu)
     TABLE.override(route)
     return route
 
@@ -65,4 +68,7 @@ def reset_router_routes() -> None:
 
 
 def _name(op: str | Callable[..., Any]) -> str:
-    return op if isinstance(op, str) else getattr(op, "__name__", str(op)).split(".")[0]
+    name = operator_name(op)
+    if name not in LAYOUTS:
+        raise RuntimeError(f"cake_ops: op must be one of {', '.join(LAYOUTS)}, got {name!r}")
+    return name

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ._checks import check_out_dtype
 from ._explanation import Explanation
-from ._library import OPS
+from ._library import OPS, operator_name
 from ._problem import PROBLEMS
 
 __all__ = ["Explanation", "Prepared", "clear_caches", "explain", "prepare", "warmup"]
 
 
 def _problem_name(op: str | Callable[..., Any]) -> str:
-    name = op if isinstance(op, str) else getattr(op, "__name__", str(op)).split(".")[0]
+    name = operator_name(op)
     if name not in PROBLEMS:
         raise RuntimeError(f"cake_ops: op must be one of {', '.join(PROBLEMS)}, got {name!r}")
     return name

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cake_ops._problem import Problem
+from cake_ops.cuda import launch
 
 pytest.register_assert_rewrite("forms", "emulator", "gpu")  # before their first import
 from forms import Place
@@ -60,10 +61,11 @@ def unseen_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results start as NaN (real tensors only; fakes have no data).
 
-    The CUDA launches of the grouped GEMMs make their results with ``new_empty`` instead. A test that
-    counts kernels or takes times does without: ``monkeypatch.undo()``.
+    The launches of the CUDA kernels allocate their results themselves, and copies of operands are made with
+    ``new_empty``. A test that counts kernels or takes times does without: ``monkeypatch.undo()``.
     """
     allocate, new_empty = Problem.allocate, torch.Tensor.new_empty
+    empty_strided = launch.empty_strided
 
     def poisoned(self, *tensors, out_dtype=None):
         out = allocate(self, *tensors, out_dtype=out_dtype)
@@ -77,9 +79,15 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             out.data.fill_(float("nan"))
         return out
 
+    def poisoned_empty_strided(*call):
+        out = empty_strided(*call)
+        out.data.fill_(float("nan"))
+        return out
+
     monkeypatch.setattr(Problem, "allocate", poisoned)
     if torch.cuda.is_available():
         monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_new_empty)
+        monkeypatch.setattr(launch, "empty_strided", poisoned_empty_strided)
 
 
 @pytest.fixture(autouse=True)

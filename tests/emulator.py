@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cake_ops.cuda.config import MAX_SIZE, ROWS, TensorMapGeometry
-from cake_ops.cuda.launch import I32, I64, POINTER
+from cake_ops.cuda.launch import I32, I64, POINTER, Result
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -33,6 +33,13 @@ def tensor_at(
 def with_rows(geometry: TensorMapGeometry, M: int) -> TensorMapGeometry:
     """The geometry of a launch with M rows."""
     return replace(geometry, dims=tuple(M if n == ROWS else n for n in geometry.dims))
+
+
+def allocated(result: Result, a: Tensor) -> Tensor:
+    """What a launch without a result allocates, as NaN."""
+    sizes, strides, dtype = result
+    sizes = (a.shape[0], *sizes[1:]) if sizes[0] == ROWS else sizes
+    return torch.empty_strided(sizes, strides, dtype=dtype).fill_(float("nan"))
 
 
 def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
@@ -68,10 +75,12 @@ class EmulatedPlan:
         smem_bytes: int,
         maps: tuple[TensorMapGeometry, ...],
         parameters: tuple[Any, ...],
+        result: Result,
     ) -> None:
-        self.name, self.maps, self.parameters = name, maps, parameters
+        self.name, self.maps, self.parameters, self.result = name, maps, parameters, result
 
-    def run(self, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+    def run(self, out: Tensor | None, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        out = allocated(self.result, a) if out is None else out
         self.launched.append(self.name)
         operands = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         wgrad = self.name.startswith("sm90_grouped_gemm_wgrad")
@@ -94,6 +103,8 @@ class EmulatedPlan:
         result = through_map(maps[2], operands[2])
         assert strides[::-1] == list(result.stride()[:-1])
         assert result.shape == ((E, N, K) if wgrad else (M, N))
+        assert out.shape == result.shape and out.stride() == result.stride()
+        return out
 
     def _rows(self, maps: list[TensorMapGeometry], operands: tuple[int, ...], ends: Tensor) -> None:
         a, b, d = (through_map(*call) for call in zip(maps, operands, strict=True))

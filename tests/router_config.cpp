@@ -19,9 +19,13 @@
 #define asm(...)
 #define volatile(...) ("")
 
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
+uint2 make_uint2(unsigned x, unsigned y);
 struct float2 {
   float x, y;
 };

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from emulator import DTYPES, tensor_at, through_map, with_rows
+from emulator import DTYPES, allocated, tensor_at, through_map, with_rows
 from torch import Tensor
 
 import cake_ops
 from cake_ops._library import OPS, PLAIN
 from cake_ops.cuda import router_routes
 from cake_ops.cuda.config import ROWS, TensorMapGeometry
-from cake_ops.cuda.launch import I32, I64, POINTER
+from cake_ops.cuda.launch import I32, I64, POINTER, Result
 from cake_ops.cuda.routes import RouteCache
 from cake_ops.routing import reset_router_routes
 
@@ -73,19 +73,21 @@ class EmulatedRouterPlan:
         smem_bytes: int,
         maps: tuple[TensorMapGeometry, ...],
         parameters: tuple[Any, ...],
+        result: Result,
         tile_rows: int | None = None,
         swapped: bool = False,
     ) -> None:
         match = re.fullmatch(r"sm90_router_gemm_(nt|nn|tn)_(f32|bf16)_(\d+)x(\d+)_k(\d+)", name)
         assert match
-        self.name, self.maps, self.parameters = name, maps, parameters
+        self.name, self.maps, self.parameters, self.result = name, maps, parameters, result
         self.layout, self.b_dtype = match[1], match[2]
         self.tile_m, self.tile_n, self.cluster_k = map(int, match.groups()[2:])
         self.grid, self.tile_rows, self.swapped = grid, tile_rows, swapped
         assert threads == 2 * self.tile_m + 256 and 0 < smem_bytes <= 227 * 1024
         assert swapped == (self.layout == "nt")
 
-    def run(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+    def run(self, out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        out = allocated(self.result, a) if out is None else out
         self.launched.append(self.name)
         rows = a.shape[0]
         assert rows > 0
@@ -113,9 +115,10 @@ class EmulatedRouterPlan:
         if self.layout == "nt":
             result = result.t()
         dtype = DTYPES["bf16" if output & 1 else "f32"]
-        assert out.dtype == dtype
+        assert out.dtype == dtype and out.shape == result.shape
         to = tensor_at(out.data_ptr(), dtype, tuple(result.shape), (ld, 1))
         to.copy_(result + to.double() if output & 2 else result)
+        return out
 
 
 @contextmanager

@@ -7,6 +7,7 @@ weights, and that a wrong result or a lost arm would be reported.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,5 +130,16 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     ):
         assert main(["layers", "--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["layers", "--rows", "["])
+    assert "'[' is no regular expression" in capsys.readouterr().err
     assert main(["layers", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 10
+
+
+def test_without_transformers_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["layers", "--device", "cpu"]) == 2
+    assert "needs transformers >= 5.17, which is not installed" in capsys.readouterr().err

@@ -148,6 +148,9 @@ def test_tune_needs_a_gpu_and_integers(monkeypatch, capsys):
     assert "there is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="--hidden: not a list of integers"):
         main(["router", "--tune", "--hidden", "4096,x"])
+    for sizes in (["--hidden", "64,0"], ["--experts", "7"]):
+        with pytest.raises(SystemExit, match="positive widths and --experts at least 8, got "):
+            main(["router", "--tune", *sizes])
 
 
 # ---- the breakdown of a call's host time

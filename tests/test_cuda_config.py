@@ -11,7 +11,6 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ from cake_ops.cuda.config import (
     weight_map,
 )
 from cake_ops.cuda.driver import manifest
-from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
+from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan, Result
 from cake_ops.cuda.tensor_map import MAX_ADDRESSES, MapTable
 
 OUTPUTS = ("bf16_store", "bf16_add", "f32_store", "f32_add")
@@ -220,6 +219,7 @@ class Driver:
         self.during: Callable[[], None] = lambda: None
         self.device, self.stream = 0, 0
         self.bound: list[int] = []
+        self.allocated: list[tuple[Any, ...]] = []
 
     def cuLaunchKernelEx(self, config: Any, kernel: Any, table: int, extra: int) -> tuple[Any]:
         values = self.values(table)
@@ -243,11 +243,15 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = Driver()
 
-    @contextmanager
-    def device(index: int) -> Iterator[None]:
+    def exchange_device(index: int) -> int:
         before, fake.device = fake.device, index
-        yield
-        fake.device = before
+        return before
+
+    def empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+        assert type(sizes) is type(strides) is tuple  # not a torch.Size
+        fake.allocated.append((fake.device, sizes, strides, dtype))
+        (out,) = at(0x1000)
+        return out
 
     def encode(address: int, rows: int, geometry: TensorMapGeometry) -> tuple[int, Any]:
         assert (rows > 0) == (ROWS in geometry.dims)
@@ -261,8 +265,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(launch, "bind_context", fake.bound.append)
     monkeypatch.setattr(tensor_map, "bind_context", lambda device: None)
     monkeypatch.setattr(tensor_map, "_encode", encode)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: fake.device, raising=False)
+    monkeypatch.setattr(launch, "empty_strided", empty_strided)
+    monkeypatch.setattr(torch._C, "_cuda_exchangeDevice", exchange_device, raising=False)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: fake.stream, raising=False
     )
@@ -273,11 +277,14 @@ MAPS = (rows_map(64, 64), rows_output_map(64, 64), rows_output_map(72, 72))
 PARAMETERS = (POINTER, (I64, 1 << 40), POINTER, (I32, ROWS), (I32, -3))
 
 
-def plan(driver: Driver) -> Plan:
+RESULT = ((ROWS, 72), (72, 1), torch.bfloat16)
+
+
+def plan(driver: Driver, result: Result = RESULT) -> Plan:
     pointers = [ctypes.c_uint64] * 3
     driver.widths = [*pointers, ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint64]
     driver.widths += [ctypes.c_int32] * 2
-    return Plan("name", 0, 12, THREADS, 1000, MAPS, PARAMETERS)
+    return Plan("name", 0, 12, THREADS, 1000, MAPS, PARAMETERS, result)
 
 
 def at(*addresses: int, rows: int = 7) -> list[Any]:
@@ -328,8 +335,27 @@ def test_every_stream_has_its_configuration_and_their_number_is_bounded(driver: 
 def test_h58_launch_happens_on_the_device_of_the_plan(driver: Driver) -> None:
     launched = plan(driver)
     driver.device = 1
-    launched.run(*OPERANDS)
-    assert driver.launches[0].device == 0 and driver.device == 1
+    assert launched.run(*OPERANDS) is OPERANDS[0] and not driver.allocated
+    launched.run(None, *OPERANDS[1:])
+    assert [call[0] for call in driver.allocated] == [0]
+    assert [call.device for call in driver.launches] == [0, 0] and driver.device == 1
+    driver.statuses = [SimpleNamespace(name="CUDA_ERROR_LAUNCH_FAILED")] * 2
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        launched.run(*OPERANDS)
+    assert driver.device == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "sizes"),
+    [(RESULT, (7, 72)), (((2, 72, 64), (4608, 64, 1), torch.float32), (2, 72, 64))],
+    ids=["rows", "fixed"],
+)
+def test_a_launch_without_a_result_allocates_it(
+    driver: Driver, result: Result, sizes: tuple[int, ...]
+) -> None:
+    out = plan(driver, result).run(None, *OPERANDS[1:])
+    assert driver.allocated == [(0, sizes, *result[1:])]
+    assert out.data_ptr() == 0x1000 and driver.launches[0].values[2:4] == [0x1000, 0x1000]
 
 
 def test_h59_a_thread_without_a_context_gets_one(driver: Driver) -> None:

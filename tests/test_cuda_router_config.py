@@ -16,13 +16,14 @@ import pytest
 import test_cuda_config
 from emulator import with_rows
 from router_emulator import assert_encodable, boxes
-from test_cuda_config import Driver, at
+from test_cuda_config import RESULT, Driver, at
 
 from cake_ops.cuda import router_config, tensor_map
 from cake_ops.cuda.config import MAX_SIZE, ROWS, SMEM_LIMIT, TensorMapGeometry, rows_bucket
 from cake_ops.cuda.driver import manifest
 from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
 from cake_ops.cuda.router_config import (
+    FORWARD_CLUSTER_K,
     LAYOUTS,
     MAX_CHAIN,
     MAX_CLUSTER_K,
@@ -34,7 +35,6 @@ from cake_ops.cuda.router_config import (
     candidates,
     ctas_per_row_tile,
     estimated_cycles,
-    forward_split,
     grid,
     is_valid,
     kernel_sizes,
@@ -160,7 +160,7 @@ def test_too_many_tiles_are_invalid() -> None:
     ids=lambda config: config.name,
 )
 def test_policies_that_cannot_be_built_are_invalid(config: RouterConfig) -> None:
-    assert not is_valid(config, 64, 256, 4096, any_split=True)
+    assert not is_valid(config, 64, 256, 4096)
 
 
 @each_config
@@ -197,10 +197,10 @@ def test_h31_a_forward_splits_its_contraction_alike_at_every_t(
         select_config("router_mm", T, N, H, b_dtype, SMS)
         for T in sorted({rows_bucket(T) for T in range(1, 16385)})
     }
-    assert {config.cluster_k for config in chosen} == {forward_split(N, H)}
+    assert {config.cluster_k for config in chosen} == {FORWARD_CLUSTER_K}
     assert len(chosen) > 1, "several configurations were meant to be compared"
     other = RouterConfig("nt", b_dtype, 128, 40, 4)
-    assert not is_valid(other, 64, N, H) and is_valid(other, 64, N, H, any_split=True)
+    assert not is_valid(other, 64, N, H)
 
 
 @pytest.mark.parametrize("op, b_dtype", KINDS)
@@ -293,7 +293,7 @@ def plan(driver: Driver, swapped: bool = False, tile_rows: int | None = 40) -> P
     fixed = TensorMapGeometry("f32", (100, 63), (400,), (32, 128))
     ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 40))
     maps = (fixed, ragged) if swapped else (ragged, fixed)
-    return Plan("name", 0, 6, 384, 1000, maps, ROUTER, tile_rows, swapped)
+    return Plan("name", 0, 6, 384, 1000, maps, ROUTER, RESULT, tile_rows, swapped)
 
 
 def test_arguments_without_offsets_and_map_of_the_result(driver: Driver) -> None:
@@ -312,7 +312,7 @@ def test_swapped_operands_keep_the_rows_of_the_first(driver: Driver) -> None:
 def test_both_maps_may_have_rows(driver: Driver) -> None:
     driver.widths = WIDTHS
     ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 32))
-    both = Plan("name", 0, 6, 384, 1000, (ragged, ragged), ROUTER)
+    both = Plan("name", 0, 6, 384, 1000, (ragged, ragged), ROUTER, RESULT)
     for rows in (7, 9, 7):
         both.run(*at(0x10, 0x20, 0x30, rows=rows))
         shift = rows << 48

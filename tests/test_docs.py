@@ -213,3 +213,26 @@ def test_speed_of_layers_is_what_was_measured() -> None:
         (line,) = [line for line in readme.splitlines() if line.startswith(cells)]
         assert f"| {row['arms']['cake']['tokens_per_s'] / 1e6:.3f} M |" in line
         assert f"| {low[0]:.2f} [{low[1]:.2f}, {low[2]:.2f}] |" in line
+        if row["mode"] == "eager":
+            slow = row["ratios"]["eager"]
+            assert line.endswith(f"| {slow[0]:.2f} [{slow[1]:.2f}, {slow[2]:.2f}] |")
+            arms = (row["arms"][arm]["peak_bytes"] for arm in ("cake", "grouped_mm", "eager"))
+            assert f"| {', '.join(f'{peak / 2**30:.1f}' for peak in arms)} |" in line
+        else:
+            assert " M | - |" in line and line.endswith("| - |")
+
+
+def test_accuracy_of_the_router_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "cake_ops/bench/results/router-h200.json").read_text())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    cake, torch = (
+        max(row["arms"][arm]["rel_error"] for row in results["rows"]) for arm in ("cake", "torch")
+    )
+    assert f"error against FP64 is {cake:.1e}, that of `torch.mm` {torch:.1e}" in text
+    tables = results["meta"]["experts unlike FP64's"]
+    differ = {
+        arm: sum(tables[f"H{hidden} {arm}"]["differ"] for hidden in (4096, 7168))
+        for arm in ("cake", "torch", "tf32")
+    }
+    assert {table["tokens"] for table in tables.values()} == {106496} and differ["cake"] == 1
+    assert f"(`torch.mm` in FP32: {differ['torch']}; TF32: {differ['tf32']})" in text

@@ -157,7 +157,7 @@ def forward(self, primals_1, primals_2):
     return (router_mm, primals_1, primals_2)
 
 def forward(self, primals_1, primals_2, tangents_1):
-    router_mm_dgrad = torch.ops.cake.router_mm_dgrad.default(tangents_1, primals_2, out_dtype = torch.float32);  primals_2 = None
+    router_mm_dgrad = torch.ops.cake.router_mm_dgrad.default(tangents_1, primals_2);  primals_2 = None
     router_mm_wgrad = torch.ops.cake.router_mm_wgrad.default(tangents_1, primals_1, out_dtype = torch.bfloat16);  tangents_1 = primals_1 = None
     return (router_mm_dgrad, router_mm_wgrad)""",
     )

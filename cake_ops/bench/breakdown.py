@@ -1,9 +1,8 @@
 """Where the host time of an eager call goes: each part of a call timed by itself, in loops.
 
 The parts are those of :mod:`cake_ops.cuda.grouped_mm` or :mod:`cake_ops.cuda.router_mm` and of the launch
-made there. What no part explains is
-given as the rest: it holds the packing of arguments, the look-ups of device and stream, and the parts'
-own calls.
+made there. What no part explains is given as the rest: it holds the packing of arguments, the look-ups of
+device and stream, and the parts' own calls.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], 
         op: grouped_mm or router_mm.
         tensors: its arguments, on a GPU that has kernels.
     """
+    from cake_ops.cuda import router_routes, routes
     from cake_ops.cuda.driver import driver
-    from cake_ops.cuda.router_routes import call_key
-    from cake_ops.cuda.routes import CACHES, rows_key
+    from cake_ops.cuda.launch import empty_strided
 
     with recorded_launches() as launches:
         recorded = cake_ops.prepare(op, *tensors)
         recorded.launch()
-    routes = CACHES[op]
-    key = {"grouped_mm": rows_key, "router_mm": call_key}[op]
-    mapped = (*tensors[:2], recorded.out) if op == "grouped_mm" else tensors[:2]
+    cache, out = routes.CACHES[op], recorded.out
+    key = {"grouped_mm": routes.call_key, "router_mm": router_routes.call_key}[op]
+    mapped = (*tensors[:2], out) if op == "grouped_mm" else tensors[:2]
     finds = [{t.data_ptr(): True}.get for t in mapped]
     find_a, find_b = finds[:2]
 
@@ -81,8 +80,8 @@ def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], 
     parts: dict[str, Part] = {
         "call": (getattr(torch.ops.cake, op), tensors),
         "launch": (OPS[op].launch[PLAIN["CUDA"]], tensors),
-        "key": (lambda *call: routes.get(key(*call)), tensors),
-        "allocation": (recorded.out.new_empty, recorded.out.shape),
+        "key": (lambda *call: cache.get(key(*call)), tensors),
+        "allocation": (empty_strided, (tuple(out.shape), out.stride(), out.dtype)),
         "tensor maps": (three_maps if len(mapped) == 3 else two_maps, mapped),
         "driver": (driver().cuLaunchKernelEx, launches[0]),
         "nothing": (lambda *call: None, tensors),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from .shapes import MODES, Row, select
 from .suite import Suite, run, total_seconds
 from .timing import Device
 
-__all__ = ["add_arguments", "chosen", "has_folder", "main", "open_device"]
+__all__ = ["add_arguments", "chosen", "has_folder", "main", "open_device", "pattern"]
 
 
 def add_arguments(parser: argparse.ArgumentParser, suite: Suite) -> None:
     parser.add_argument("--quick", action="store_true", help="a subset that takes a minute")
-    parser.add_argument("--rows", metavar="REGEX", help=suite.rows_help)
+    parser.add_argument("--rows", metavar="REGEX", type=pattern, help=suite.rows_help)
     parser.add_argument("--ops", metavar="OP,...", help=f"of {', '.join(suite.ops)}")
     parser.add_argument("--modes", metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument(
@@ -82,6 +83,14 @@ def main(args: argparse.Namespace, suite: Suite) -> int:
         if args.plot is not None:
             plot(results, args.plot)
     return status
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """The argument of ``--rows``."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
 
 
 def has_folder(path: Path | None) -> bool:

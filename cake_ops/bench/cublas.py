@@ -28,7 +28,8 @@ CANDIDATES = 64  # more than the heuristics have ever proposed
 CUDA_R_32F = 0
 OP_N, OP_T = 0, 1
 DEFAULT_MATH = 0  # FP32 products in FP32: TF32 is a mode of its own
-# FP32 products, and FP32 emulated by nine BF16 products, which cuBLAS 13 has for some GPUs.
+# FP32 products, and FP32 emulated by nine BF16 products, which cuBLAS 13 has for some GPUs. For others, an H200
+# among them, it proposes FP32 kernels (SIMT, by the profiler) under this type too, in another order.
 COMPUTE_TYPES = {"FP32": 68, "BF16x9": 78}
 DESC_TRANSA, DESC_TRANSB = 3, 4
 PREF_MAX_WORKSPACE_BYTES = 1

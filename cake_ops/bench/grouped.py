@@ -33,7 +33,7 @@ class Grouped(Suite):
     groups = 10
     rows_help = (
         'only rows whose name matches, e.g. "^gate_up" or "E8 .*dgrad, graph"; the families '
-        "^gate_up, ^down, ^block and ^small split the whole run into calls of under 8 minutes"
+        "^gate_up, ^down, ^block and ^small are four parts of the whole run, to be joined by merge"
     )
 
     def rows(self, which: str) -> list[Row]:

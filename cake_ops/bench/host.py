@@ -4,7 +4,7 @@ Without a GPU the launches are replaced by ones that only allocate (`cake_ops.te
 what remains is the dispatcher, autograd and the allocation. The yardstick is torch.mm of 2 x 2
 matrices, in the same process and in rounds that alternate with cake's, because a host's speed drifts.
 With a CUDA device the real kernels are compared as well, with torch._grouped_mm and torch.mm of the
-same sizes, the router's with torch.mm in FP32, and the parts of a grouped call are timed one by one
+same sizes, the router's with torch.mm in FP32, and the parts of a call of either are timed one by one
 (`breakdown`). Ratios are formed round by round and given as their median.
 """
 

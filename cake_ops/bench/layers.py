@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import re
 import sys
 import time
@@ -26,10 +27,12 @@ from typing import Any
 
 import torch
 
-from .devices import CpuDevice, CudaDevice, run_meta
+from . import command
+from .devices import run_meta
 from .layer_data import LAYERS, TINY, Data, Layer, Outputs
 from .progress import Progress
 from .records import BASE, META_KEYS, Results, row_record
+from .suite import poison, release_memory
 from .timing import Call, Device, measure
 
 __all__ = ["ARMS", "Row", "add_arguments", "main", "render", "rows"]
@@ -66,7 +69,9 @@ class Row:
         return {"eager": 6.0, "graph": 4.0, "compile": 25.0}[self.mode]
 
 
-def rows(pattern: str | None = None, *, quick: bool = False, tiny: bool = False) -> list[Row]:
+def rows(
+    pattern: str | re.Pattern[str] | None = None, *, quick: bool = False, tiny: bool = False
+) -> list[Row]:
     """Rows whose name matches; without a pattern all but compile at the larger size."""
     layers, sizes = (TINY, (40,)) if tiny else (LAYERS, (8192, 32768))
     every = [Row(*row) for row in _product(layers, sizes, MODES[:1] if tiny else MODES)]
@@ -86,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         metavar="REGEX",
+        type=command.pattern,
         help='only rows whose name matches, e.g. "Mixtral.*graph"; the rows "32768.*compile" run '
         "only so",
     )
@@ -105,20 +111,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     chosen = rows(args.rows, quick=args.quick, tiny=args.device == "cpu")
-    problem = _problem(args, chosen)
-    if problem is not None:
-        print(problem, file=sys.stderr)
+    if not chosen:
+        print("no row matches; --list shows them", file=sys.stderr)
+        return 2
+    if args.groups < 2:
+        print("--groups must be at least 2", file=sys.stderr)
+        return 2
+    if not command.has_folder(args.json):
         return 2
     if args.list:
         print("\n".join(row.name for row in chosen))
         return 0
-    import transformers
-
     from ..integrations.transformers import register
 
-    register()
-    versions = {"versions": {"transformers": transformers.__version__}}
-    device: Device = CudaDevice() if args.device == "cuda" else CpuDevice()
+    try:
+        register()
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        return 2
+    device = command.open_device(args.device)
+    if device is None:
+        return 2
+    versions = {"versions": {"transformers": importlib.metadata.version("transformers")}}
     results = Results(run_meta(device) | versions, args.json)
     torch.manual_seed(int(time.time()) if args.seed is None else args.seed)
     try:
@@ -128,18 +142,6 @@ def main(args: argparse.Namespace) -> int:
         print("\ninterrupted: what follows are the rows finished so far", file=sys.stderr)
     print(render(results))
     return status
-
-
-def _problem(args: argparse.Namespace, chosen: list[Row]) -> str | None:
-    if not chosen:
-        return "no row matches; --list shows them"
-    if args.groups < 2:
-        return "--groups must be at least 2"
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        return f"--json: there is no folder {args.json.parent}"
-    if args.device == "cuda" and not args.list and not torch.cuda.is_available():
-        return "no CUDA device; --device cpu runs a smoke test of tiny layers"
-    return None
 
 
 def run(chosen: list[Row], device: Device, groups: int, results: Results) -> int:
@@ -165,9 +167,7 @@ def run(chosen: list[Row], device: Device, groups: int, results: Results) -> int
 
 def _release(device: Device) -> None:
     torch._dynamo.reset()  # compiled layers hold the memory of their graphs
-    gc.collect()
-    if device.torch_device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(device)
 
 
 def run_row(row: Row, device: Device, data: Data, groups: int) -> tuple[dict, dict]:
@@ -213,7 +213,7 @@ def _prepared(mode: str, device: Device, data: Data, implementation: str) -> tup
     outputs: Any
     if mode == "graph":
         call, outputs = device.capture(lambda: data.step(block))
-        _poison(outputs)
+        poison(outputs)
         call()
         return call, data.error(outputs)
     if mode == "eager":
@@ -228,13 +228,8 @@ def _prepared(mode: str, device: Device, data: Data, implementation: str) -> tup
             return data.step(block, compiled)
 
         call(), call()  # warms up, then records; from here on it replays
-    _poison(call())
+    poison(call())
     return call, data.error(call())
-
-
-def _poison(outputs: Outputs) -> None:
-    for output in outputs.values():
-        output.fill_(float("nan"))
 
 
 def peak_bytes(device: Device, call: Call) -> int | None:

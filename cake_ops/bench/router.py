@@ -153,7 +153,12 @@ def _tune(args: argparse.Namespace) -> int:
         hidden = [int(text) for text in args.hidden.split(",")]
     except ValueError:
         raise SystemExit(f"--hidden: not a list of integers: {args.hidden!r}") from None
-    if args.device != "cuda":
+    if min(hidden) < 1 or args.experts < router_cases.TOP:
+        raise SystemExit(
+            f"--hidden takes positive widths and --experts at least {router_cases.TOP}, got"
+            f" {args.hidden} and {args.experts}"
+        )
+    if args.device != "cuda" or not torch.cuda.is_available():
         print("--tune needs a CUDA device", file=sys.stderr)
         return 2
     if not command.has_folder(args.json):

@@ -1,7 +1,8 @@
 """``python -m cake_ops.bench router --tune``: measures which kernel configuration serves which router call.
 
-For every width H and number of tokens T a launch of each valid configuration of each operator is captured in a
-CUDA graph and checked against FP64, and all are timed side by side as the arms of a benchmark are. The fastest serves the window of T that ends there. The verdicts go to the user's cache
+For every width H and number of tokens T a launch of each valid configuration of each operator is captured in
+a CUDA graph and checked against FP64, and all are timed side by side as the arms of a benchmark are. The
+fastest serves the window of T that ends there. The verdicts go to the user's cache
 (:mod:`cake_ops.routing`) and are used from then on, in this process and in later ones; measurements of
 other sizes stay. A forward's configurations all split the contraction alike, so tuning changes no bit of it.
 """

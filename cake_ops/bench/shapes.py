@@ -195,7 +195,7 @@ def quick_rows(modes: Iterable[str] = MODES) -> list[Row]:
 
 def select(
     rows: Iterable[Row],
-    pattern: str | None = None,
+    pattern: str | re.Pattern[str] | None = None,
     ops: Iterable[str] | None = None,
     modes: Iterable[str] | None = None,
 ) -> list[Row]:

@@ -24,7 +24,7 @@ from .records import BASE, Results, row_record
 from .shapes import Row
 from .timing import Call, Device, host_us, measure
 
-__all__ = ["Suite", "run", "run_row", "total_seconds"]
+__all__ = ["Suite", "poison", "release_memory", "run", "run_row", "total_seconds"]
 
 HOST_BELOW_US = 2000.0  # host time does not depend on the size: longer calls would only cost time
 
@@ -125,6 +125,7 @@ def run(
 
 
 def release_memory(device: Device) -> None:
+    """Frees what nothing refers to, and gives the allocator's memory back."""
     gc.collect()
     if device.torch_device.type == "cuda":
         torch.cuda.empty_cache()
@@ -178,7 +179,7 @@ def _prepared(
     if row.mode == "eager":
 
         def eager() -> Mapping[str, Tensor]:
-            _poison(arm())
+            poison(arm())
             return arm()
 
         return arm, eager
@@ -186,14 +187,15 @@ def _prepared(
     replay, outputs = device.capture(arm)
 
     def graph() -> Mapping[str, Tensor]:
-        _poison(outputs)
+        poison(outputs)
         replay()
         return outputs
 
     return replay, graph
 
 
-def _poison(outputs: Mapping[str, Tensor]) -> None:
+def poison(outputs: Mapping[str, Tensor]) -> None:
+    """Fills them with NaN, so that what a call leaves unwritten fails its check."""
     for output in outputs.values():
         output.fill_(float("nan"))
 

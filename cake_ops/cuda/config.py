@@ -33,7 +33,7 @@ RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_ELEMENTS = 1 << 34
 
-ROWS = -1  # in the place of a size: the M of each launch
+ROWS = -1  # in the place of a size: the rows (M, the router's T) of each launch
 
 _STAGING_BYTES = 2 * 8192  # a buffer of each of the two math warpgroups
 _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
@@ -98,8 +98,8 @@ def rows_bucket(M: int) -> int:
     A launch is planned for a bucket of M and told M itself, so that token counts which change from step
     to step share a plan. It chose another configuration in 0.2 % of 20,000 random problems.
     """
-    shift = max(M.bit_length() - 3, 0)
-    return -(-M >> shift) << shift
+    shift = M.bit_length() - 3
+    return -(-M >> shift) << shift if shift > 0 else M
 
 
 def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
@@ -201,8 +201,9 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
 class TensorMapGeometry:
     """What cuTensorMapEncodeTiled needs besides the address: innermost dimension first.
 
-    A dimension of ``ROWS`` is M, which comes with each launch. ``strides`` are in bytes and begin with the second dimension. Every map has element strides of
-    one, no interleave, the 128-byte swizzle, 256-byte L2 promotion and zero fill out of bounds.
+    A dimension of ``ROWS`` is the first size of the call's first operand, which comes with each launch.
+    ``strides`` are in bytes and begin with the second dimension. Every map has element strides of one, no
+    interleave and zero fill out of bounds; those of the grouped GEMMs have the 128-byte swizzle.
     """
 
     dtype: Literal["bf16", "f32"]

@@ -1,9 +1,9 @@
 """Right results through torch, for GPUs without kernels of their own; announced once by a warning.
 
-The router multiplies in FP64 there, as on the CPU; the grouped GEMMs are here. Nothing here reads ``offs`` on the host, but on GPUs that torch has no grouped kernel for (other than sm_90 and
-sm_100) its own fallback does: the forward and the data gradient then wait for the device and cannot be captured
-in a CUDA graph. A weight gradient costs a whole GEMM for each expert, since torch has no grouped GEMM with
-an FP32 result.
+The router multiplies in FP64 there, as on the CPU; the grouped GEMMs are here. Nothing here reads ``offs``
+on the host, but on GPUs that torch has no grouped kernel for (other than sm_90 and sm_100) its own fallback
+does: the forward and the data gradient then wait for the device and cannot be captured in a CUDA graph. A
+weight gradient costs a whole GEMM for each expert, since torch has no grouped GEMM with an FP32 result.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ checks the values of ``offs`` at every call, which waits for the device.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_offs_values
+from .._environment import flag
 from .._explanation import Explanation
 from .._library import OPS
 from .._problem import PROBLEMS
@@ -29,9 +29,9 @@ from .grouped_routes import (
     into_route,
     rows_route,
 )
-from .routes import Route, RouteCache, columns_key, rows_key
+from .routes import Route, RouteCache, allocating, call_key
 
-CHECK_OFFS = os.environ.get("CAKE_CHECK_OFFS") == "1"
+CHECK_OFFS = flag("CAKE_CHECK_OFFS")
 
 MakeRoute = Callable[[Tensor, Tensor, Tensor, Tensor], Route]
 
@@ -63,18 +63,17 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
     ) -> Route:
         shape, dtype = problem.result(a, b, offs, out_dtype=out_dtype)
         geometry = torch.empty(shape, dtype=dtype, device="meta")  # nothing else is looked at
-        return make(geometry, a, b, offs)
+        route = make(geometry, a, b, offs)
+        return allocating(route, partial(problem.allocate, out_dtype=out_dtype))
 
     routes = RouteCache(make_route, name)
 
     def launch_rows(a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True) -> Tensor:
-        key = rows_key(a, b, offs)
+        key = call_key(a, b, offs)
         route = routes.get(key) or routes.add(key, a, b, offs)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])
-        out = a.new_empty(a.shape[0], b.shape[columns])
-        route.run(out, a, b, offs)
-        return out
+        return route.run(None, a, b, offs)
 
     def launch_columns(
         a: Tensor,
@@ -84,13 +83,11 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         out_dtype: torch.dtype | None = None,
         deterministic: bool = True,
     ) -> Tensor:
-        key = (out_dtype, *columns_key(a, b, offs))
+        key = (out_dtype, call_key(a, b, offs, True))
         route = routes.get(key) or routes.add(key, a, b, offs, out_dtype)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])
-        out = a.new_empty((offs.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
-        route.run(out, a, b, offs)
-        return out
+        return route.run(None, a, b, offs)
 
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
         return make_route(*tensors, out_dtype).explanation
@@ -104,7 +101,6 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
             )
         return partial(route.run, out, *tensors), route.explanation
 
-    columns = -1 if name.endswith("dgrad") else -2
     op = OPS[name]
     op.serve("CUDA", launch_columns if name.endswith("wgrad") else launch_rows)
     op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare

@@ -31,8 +31,8 @@ from .config import (
 )
 from .device import no_kernels_reason, num_sms
 from .fallback import pad8
-from .launch import I32, I64, POINTER, Plan
-from .routes import Route, RouteCache, columns_key, out_key, rows_key
+from .launch import I32, I64, POINTER, Plan, Result
+from .routes import Route, RouteCache, call_key, out_key
 
 
 def _row_stride(t: Tensor) -> int | None:
@@ -58,7 +58,7 @@ def _packed(t: Tensor) -> Tensor:
 
 def _kernel_route(
     config: GroupedConfig, device: int, M: int, N: int, K: int, E: int,
-    maps: tuple[TensorMapGeometry, ...], strides: tuple[int, ...],
+    maps: tuple[TensorMapGeometry, ...], strides: tuple[int, ...], result: Result,
 ) -> Route:  # fmt: skip
     """A launch of either kernel for up to M rows; the parameters are the maps, the result and its
     strides, offs, sizes."""
@@ -66,7 +66,7 @@ def _kernel_route(
     sizes = tuple((I32, size) for size in (ROWS, N, K, E))
     strides = tuple((I64, stride) for stride in strides)
     parameters = (POINTER, *strides, POINTER, *sizes)
-    plan = Plan(config.symbol, device, ctas, THREADS, config.smem_bytes, maps, parameters)
+    plan = Plan(config.symbol, device, ctas, THREADS, config.smem_bytes, maps, parameters, result)
     explanation = Explanation(
         "kernel",
         kernel=config.symbol,
@@ -132,7 +132,8 @@ def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
         return Route(run_copied, _copied(reason))
     config = select_config(layout, M, N, K, E, num_sms(device))
     maps = (rows_map(K, lda), weight_map(config, N, K, E, *strides), rows_output_map(N, ldd))
-    return _kernel_route(config, device, M, N, K, E, maps, (ldd,))
+    result = (ROWS, N), out.stride(), out.dtype
+    return _kernel_route(config, device, M, N, K, E, maps, (ldd,), result)
 
 
 def dgrad_route(out: Tensor, g: Tensor, w: Tensor, offs: Tensor) -> Route:
@@ -187,7 +188,8 @@ def columns_route(
     )
     config = select_config("tn", M, N, K, E, num_sms(device), output)
     maps = (ragged_map(N, ldg), ragged_map(K, ldx), output_map(config, N, K, E, *strides))
-    return _kernel_route(config, device, M, N, K, E, maps, strides)
+    result = (E, N, K), out.stride(), out.dtype
+    return _kernel_route(config, device, M, N, K, E, maps, strides, result)
 
 
 def columns_add_route(out: Tensor, g: Tensor, x: Tensor, offs: Tensor) -> Route:
@@ -201,6 +203,6 @@ _into_routes = RouteCache(lambda make, *call: make(*call), "into")
 
 def into_route(make, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
     """The route of a checked call of the kind ``make`` that writes into ``out``."""
-    call_key = rows_key if make in (rows_route, dgrad_route) else columns_key
-    key = (make, *call_key(a, b, offs), *out_key(out))
+    b_has_rows = make not in (rows_route, dgrad_route)
+    key = (make, *call_key(a, b, offs, b_has_rows), *out_key(out))
     return _into_routes.get(key) or _into_routes.add(key, make, out, a, b, offs)

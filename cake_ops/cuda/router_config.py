@@ -15,7 +15,7 @@ tn      router_mm_wgrad  ``g[T, N]``, M = N, K = T   ``x[T, H]``, N = H    ``out
 
 A is FP32; B is FP32 or, where a kernel is built for it, BF16, which needs two products instead of three. The CTAs
 of a cluster share the contraction, and their partial tiles are added in the order of their ranks. That
-order decides the bits of a sum, so the forward's is a function of the weight alone (:func:`forward_split`)
+order decides the bits of a sum, so every forward shares the same way (:data:`FORWARD_CLUSTER_K`)
 and a token's logits have the same bits in a batch of any size.
 """
 
@@ -36,6 +36,8 @@ TILE_K = 32  # contraction steps of a stage
 BYTES = {"f32": 4, "bf16": 2}
 OUT_BF16, OUT_ADD = 1, 2  # bits of the kernel's parameter ``output``
 MAX_CLUSTER_K = 8  # CTAs of a portable cluster
+FORWARD_CLUSTER_K = 8
+"""CTAs that share the contraction of a forward, of any T: else a token's logits would depend on its batch."""
 MAX_CHAIN = 2048
 """Tokens that a CTA of a weight gradient sums where a cluster can share them: FP32 sums lose with the root of
 their number (relative Frobenius error on an H200: 1.6e-7 at 1024 tokens, 2.4e-7 at 4096, 4.3e-7 at 16384)."""
@@ -142,22 +144,13 @@ def all_configs() -> tuple[RouterConfig, ...]:
     return tuple(config for kind in _POLICIES for config in policies(*kind))
 
 
-def forward_split(N: int, H: int) -> int:
-    """Returns how many CTAs share a forward's contraction. T is no argument, so that no bit depends on it."""
-    return 8
-
-
 def kernel_sizes(layout: Layout, T: int, N: int, H: int) -> tuple[int, int, int]:
     """Returns the kernel's M, N, K for ``T`` tokens, which may be ``ROWS``."""
     return {"nt": (N, T, H), "nn": (T, H, N), "tn": (N, H, T)}[layout]
 
 
-def is_valid(config: RouterConfig, T: int, N: int, H: int, any_split: bool = False) -> bool:
-    """Whether ``config`` computes the problem: the one statement of the kernel's limits.
-
-    ``any_split`` admits a forward whose contraction is split otherwise than :func:`forward_split` says. It
-    computes the problem too, but its bits differ from those that another T may get.
-    """
+def is_valid(config: RouterConfig, T: int, N: int, H: int) -> bool:
+    """Whether ``config`` may compute the problem: the one statement of the kernel's limits."""
     nt = config.layout == "nt"
     tile_rows = config.tile_n if nt else config.tile_m  # of the result; each rank stores as many
     return (
@@ -169,7 +162,7 @@ def is_valid(config: RouterConfig, T: int, N: int, H: int, any_split: bool = Fal
         and (config.layout != "nn" or config.b_dtype == "f32")
         and config.num_stages >= 2
         and config.smem_bytes <= SMEM_LIMIT
-        and (not nt or any_split or config.cluster_k == forward_split(N, H))
+        and (not nt or config.cluster_k == FORWARD_CLUSTER_K)
         and (
             config.layout != "tn"
             or T <= MAX_CHAIN * config.cluster_k

@@ -56,12 +56,14 @@ def call_key(
     """The geometry of a call, and which verdicts there are. The first operand has T rows, the second
     should have as many with ``b_has_rows``; T enters as a bucket. Strides tell how many dimensions a
     tensor has, and only matrices come so far that their route is kept."""
-    a_shape, b_shape = a.shape, b.shape
+    b_shape = b.shape
     try:
-        rows, columns = rows_bucket(a_shape[0]), a_shape[-1]
+        T, columns = a.shape
+        rows = rows_bucket(T)
         if b_has_rows:
-            rows, b_shape = rows if a_shape[0] == b_shape[0] else -1, b_shape[-1]
-    except IndexError:  # a scalar
+            b_rows, b_shape = b_shape
+            rows = rows if T == b_rows else -1
+    except ValueError:  # no matrix
         rows, columns = -1, -1
     return (
         TABLE.generation,
@@ -127,7 +129,7 @@ def candidate_route(op: str, config: RouterConfig, out: Tensor, a: Tensor, b: Te
     if (
         reason
         or (config.layout, config.b_dtype) != (LAYOUTS[op], read)
-        or not is_valid(config, T, N, H, any_split=True)
+        or not is_valid(config, T, N, H)
     ):
         raise RuntimeError(
             f"cake::{op}: {config.name} cannot compute T = {T}, N = {N}, H = {H} from"
@@ -163,6 +165,7 @@ def _kernel_route(
         config.smem_bytes,
         maps,
         (POINTER, (I64, ld_out), *sizes, (I32, output)),
+        ((N, H) if config.layout == "tn" else (ROWS, out.shape[1]), out.stride(), out.dtype),
         row_tile(config),
         swapped,
     )

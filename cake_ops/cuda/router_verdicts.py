@@ -27,10 +27,11 @@ from typing import Any
 from .config import MAX_SIZE, rows_bucket
 from .router_config import (
     LAYOUTS,
+    MAX_CHAIN,
+    MAX_CLUSTER_K,
     Dtype,
     RouterConfig,
     all_configs,
-    forward_split,
     is_valid,
     select_config,
 )
@@ -49,7 +50,6 @@ class RouterRoute:
         N, H: experts and hidden size; None: any.
         min_T, max_T: window of the number of tokens, both ends included; None: no upper end.
         gpu: name of the GPU, as torch gives it; None: any.
-        any_split: whether a forward may split its contraction otherwise than other T do.
         us: the measured time, if it was measured.
         source: ``"override"``, ``"tuned"`` or ``"shipped"``.
     """
@@ -61,7 +61,6 @@ class RouterRoute:
     min_T: int = 1
     max_T: int | None = None
     gpu: str | None = None
-    any_split: bool = False
     us: float | None = None
     source: str = "override"
 
@@ -83,15 +82,11 @@ class RouterRoute:
                 f"cake_ops: the configurations of {self.op} are {', '.join(names)}, got {self.config!r}"
             )
         N, H = self.N or 1, self.H or 1
-        if not is_valid(config, self.min_T, N, H, self.any_split):
-            if not is_valid(config, self.min_T, N, H, any_split=True):
-                raise RuntimeError(
-                    f"cake_ops: {self.config} has no launch for T = {self.min_T}, N = {N}, H = {H}"
-                )
+        if not is_valid(config, self.min_T, N, H):
             raise RuntimeError(
-                f"cake_ops: {self.config} splits the contraction over {config.cluster_k} CTAs, other T of"
-                f" this weight over {forward_split(N, H)}, so a token's logits would depend on its"
-                " batch; pass any_split=True to accept that"
+                f"cake_ops: {self.config} serves no call of T >= {self.min_T}, N = {self.N or 'any'},"
+                f" H = {self.H or 'any'}: it takes at most 2^30 CTAs and, in a weight gradient whose"
+                f" tokens are not split over {MAX_CLUSTER_K} CTAs, {MAX_CHAIN} tokens a CTA"
             )
 
     def matches(self, gpu: str, op: str, b_dtype: Dtype, T: int, N: int, H: int) -> bool:
@@ -105,7 +100,7 @@ class RouterRoute:
             and self.H in (None, H)
             and rows_bucket(self.min_T) <= T
             and (self.max_T is None or T <= rows_bucket(self.max_T))
-            and is_valid(config, T, N, H, self.any_split)
+            and is_valid(config, T, N, H)
         )
 
 

@@ -29,7 +29,7 @@ class Route:
     """How one geometry of a call is served.
 
     Attributes:
-        run: ``(out, *tensors)`` serves the call.
+        run: ``(out, *tensors)`` serves the call; that of a kernel returns ``out``, which may be None.
         explanation: what :func:`cake_ops.explain` says of it.
     """
 
@@ -68,33 +68,50 @@ class RouteCache:
             self._routes.clear()
 
 
-def rows_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
-    """The geometry of three tensors, of which the first has M rows."""
-    shape = a.shape
+def allocating(route: Route, allocate: Callable[..., Tensor]) -> Route:
+    """``route``, whose ``run`` also takes None for ``out``: it allocates the result and returns it."""
+    if route.explanation.path == "kernel":  # a plan does so itself
+        return route
+
+    def run(out: None, *tensors: Tensor) -> Tensor:
+        result = allocate(*tensors)
+        route.run(result, *tensors)
+        return result
+
+    return Route(run, route.explanation)
+
+
+def call_key(a: Tensor, b: Tensor, offs: Tensor, b_has_rows: bool = False) -> tuple[Any, ...]:
+    """The geometry of a call. The first operand has M rows, the second should have as many with
+    ``b_has_rows``; M enters as a bucket. Strides tell how many dimensions a tensor has, and only a first
+    operand that is a matrix comes so far that its route is kept."""
+    b_shape = b.shape
+    try:
+        M, columns = a.shape
+        rows = rows_bucket(M)
+        if b_has_rows:
+            b_rows, b_shape = b_shape
+            # A call that does not fit has a key of its own: none of M = 0, which False would equal.
+            rows = rows if M == b_rows else -1
+    except ValueError:  # no matrix
+        rows, columns = -1, -1
     return (
-        rows_bucket(shape[0]) if shape else None,
-        shape[1:],
-        b.shape,
-        c.shape,
+        rows,
+        columns,
+        b_shape,
+        offs.shape,
         a.stride(),
         b.stride(),
-        c.stride(),
+        offs.stride(),
         a.dtype,
         b.dtype,
-        c.dtype,
+        offs.dtype,
         a.get_device(),
         b.get_device(),
-        c.get_device(),
+        offs.get_device(),
         a.data_ptr() & 15,
         b.data_ptr() & 15,
     )
-
-
-def columns_key(a: Tensor, b: Tensor, c: Tensor) -> tuple[Any, ...]:
-    """The geometry of three tensors, of which the first two should have M rows."""
-    rows, columns, shape, *rest = rows_key(a, b, c)
-    # A call that does not fit has a key of its own: none of M = 0, which False would equal.
-    return rows if a.shape[:1] == shape[:1] else -1, columns, shape[1:], *rest
 
 
 def out_key(out: Tensor) -> tuple[Any, ...]:

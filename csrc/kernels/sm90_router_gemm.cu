@@ -7,10 +7,10 @@
 // A and B are f32; in nt and tn B (the tokens' x) may be bf16. M, N, K below are the kernel's own:
 // rows of A, columns of B, contraction.
 //
-// A CTA makes one tile of kTileM x kTileN over its part of K, 32 steps ("a chunk") at a time. One
-// warp loads raw chunks by TMA into a ring of stages; groups of converter warps split B's into two
-// TF32 parts (tf32x3.cuh); one warpgroup for each 64 rows splits its rows of A in registers and
-// multiplies. Within a chunk the small products come first and the large ones last, all in one
+// A CTA makes one tile of kTileM x kTileN over its part of K, 32 steps ("a k-block") at a time. One
+// warp loads raw k-blocks by TMA into a ring of stages; groups of converter warps split B's into
+// two TF32 parts (tf32x3.cuh); one warpgroup for each 64 rows splits its rows of A in registers and
+// multiplies. Within a k-block the small products come first and the large ones last, all in one
 // accumulator, which is then added to the sum in FP32: tensor cores truncate when they accumulate
 // (a bf16 GEMM on an H200 loses 3e-6 over K = 6144), and so lose next to nothing: 1.7e-7 in all.
 //
@@ -18,13 +18,13 @@
 // half of the work, and the issue slots, not the tensor cores, are what a router runs out of:
 // BF16x3 was 7 to 13 % slower here.
 //
-// K is split over a cluster of kClusterK CTAs, each a run of chunks that depends on K alone. Their
-// sums meet in distributed shared memory and are added in the order of the ranks. So results are
-// repeatable, and a row of the result does not depend on how many others there are.
+// K is split over a cluster of kClusterK CTAs, each a run of k-blocks that depends on K alone.
+// Their sums meet in distributed shared memory and are added in the order of the ranks. So results
+// are repeatable, and a row of the result does not depend on how many others there are.
 //
 // Where a sum is not finite (a number was Inf, NaN, or rounds to Inf in TF32, or the sum
-// overflows), the CTA loads its chunks again and makes those sums by FP32 multiply-adds. The others
-// keep their bits.
+// overflows), the CTA loads its k-blocks again and makes those sums by FP32 multiply-adds. The
+// others keep their bits.
 //
 // Launch: kThreads threads, grid = tiles of M (fastest) x tiles of N x kClusterK (cluster
 // dimensions are compiled in), dynamic shared memory as `smem_bytes` in
@@ -63,7 +63,7 @@ struct RouterConfig {
   // own.
   static constexpr int kConverterWarps = min_of(ceil_div(kTileN, 32), 4);
   static constexpr int kConverterGroups = min_of((kOtherWarps - 1) / kConverterWarps, 4);
-  // Whether registers suffice for the fragments of two chunks.
+  // Whether registers suffice for the fragments of two k-blocks.
   static constexpr bool kAhead = kTileN <= (kF32 ? 96 : 80);
   // Of a thread, where two math warpgroups need more than their share of 128.
   static constexpr bool kReallocate = kMathWarpgroups == 2;
@@ -92,7 +92,8 @@ struct RouterConfig {
 
   static_assert(kTileM == 64 || kTileM == 128, "a math warpgroup has 64 rows");
   static_assert(kF32 || kLayout != Layout::nn, "w is f32");
-  static_assert(kStages >= 2 && kSmemBytes <= 232448, "227 KB of shared memory at most");
+  static_assert(kSmemBytes <= 232448, "227 KB of shared memory at most");
+  static_assert(kStages >= max_of(kConverterGroups, 2), "a group steps over the others' stages");
   static_assert(kTileRows % kClusterK == 0, "each rank of the cluster stores as many rows");
 };
 
@@ -130,11 +131,11 @@ CAKE_POLICY(tn, bf16, false, 128, 80, 8);
 #undef CAKE_POLICY
 }  // namespace config
 
-// acc = the chunk's products, the small ones first. B's parts are K-major with the 128-byte
+// acc = the k-block's products, the small ones first. B's parts are K-major with the 128-byte
 // swizzle.
 template <class Config>
-__device__ __forceinline__ void multiply_chunk(float (&acc)[Config::kTileN / 2], const Fragments& a,
-                                               u32 parts) {
+__device__ __forceinline__ void multiply_k_block(float (&acc)[Config::kTileN / 2],
+                                                 const Fragments& a, u32 parts) {
   constexpr u64 kLow = Config::kPartBytes >> 4, kStep = 32 >> 4;
   using Product = WgmmaRs<Config::kTileN>;
   const u64 b = make_descriptor(parts);
@@ -172,13 +173,13 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
   }
 }
 
-// A math warpgroup: sum[64, kTileN] of all chunks. What is not multiplication overlaps with it: a
-// chunk's fragments are made while the chunk before it multiplies, or, where registers do not
+// A math warpgroup: sum[64, kTileN] of all k-blocks. What is not multiplication overlaps with it: a
+// k-block's fragments are made while the k-block before it multiplies, or, where registers do not
 // suffice for both, the two warpgroups take turns to multiply.
 template <class Config>
 __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
                                          const RouterBarriers<Config>& barriers, u32 stages,
-                                         u32 parts, int row, int lane, int chunks,
+                                         u32 parts, int row, int lane, int k_blocks,
                                          StageState<Config::kStages>& state) {
   constexpr bool kTurns = !Config::kAhead && Config::kMathWarpgroups == 2;
   const int warpgroup = row / kAtomM;
@@ -193,44 +194,45 @@ __device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
     raw.load(a, stages + state.stage * Config::kStageBytes);
     state.advance();
   };
-  const auto step = [&](Fragments& a, Fragments& next, int chunk) {
+  const auto step = [&](Fragments& a, Fragments& next, int k_block) {
     if (!Config::kAhead) load(a);
     float acc[Config::kTileN / 2];
     wait(barriers.parts_full(in.stage), in.phase);
     if (kTurns) await_turn<Config>(warpgroup);
-    multiply_chunk<Config>(acc, a, parts + in.stage * Config::kPartsBytes);
-    // Only now is the raw chunk free: products are issued when their registers have been loaded,
+    multiply_k_block<Config>(acc, a, parts + in.stage * Config::kPartsBytes);
+    // Only now is the raw k-block free: products are issued when their registers have been loaded,
     // but an arrival behind the loads would overtake them (seen as one wrong result in a thousand).
     if (lane == 0) ptx::mbarrier_arrive(barriers.empty(multiplied.stage));
     multiplied.advance();
-    if (kTurns && (warpgroup == 0 || chunk + 1 < chunks)) pass_turn<Config>(warpgroup);
-    if (Config::kAhead && chunk + 1 < chunks) load(next);
+    if (kTurns && (warpgroup == 0 || k_block + 1 < k_blocks)) pass_turn<Config>(warpgroup);
+    if (Config::kAhead && k_block + 1 < k_blocks) load(next);
     ptx::wgmma_wait_group<0>();
     if (lane == 0) ptx::mbarrier_arrive(barriers.parts_empty(in.stage));
 #pragma unroll
     for (int i = 0; i < Config::kTileN / 2; ++i) sum[i] += acc[i];
     in.advance();
   };
-  if (kTurns && warpgroup == 1 && chunks > 0) pass_turn<Config>(warpgroup);
-  if (Config::kAhead && chunks > 0) load(fragments[0]);
+  if (kTurns && warpgroup == 1 && k_blocks > 0) pass_turn<Config>(warpgroup);
+  if (Config::kAhead && k_blocks > 0) load(fragments[0]);
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; chunk += 2) {
-    step(fragments[0], fragments[1], chunk);
-    if (chunk + 1 < chunks) step(fragments[1], fragments[0], chunk + 1);
+  for (int k_block = 0; k_block < k_blocks; k_block += 2) {
+    step(fragments[0], fragments[1], k_block);
+    if (k_block + 1 < k_blocks) step(fragments[1], fragments[0], k_block + 1);
   }
 }
 
-// The same sums by FP32 multiply-adds over the raw chunks, for those that are not finite. They turn
-// through exact[0..3], so that the code is short: what is fetched and never run costs time, too.
+// The same sums by FP32 multiply-adds over the raw k-blocks, for those that are not finite. They
+// turn through exact[0..3], so that the code is short: what is fetched and never run costs time,
+// too.
 template <class Config>
 __device__ __forceinline__ void multiply_add(float (&sum)[Config::kTileN / 2],
                                              const RouterBarriers<Config>& barriers, u32 stages,
-                                             int row, int lane, int chunks,
+                                             int row, int lane, int k_blocks,
                                              StageState<Config::kStages>& state) {
   constexpr int kCount = Config::kTileN / 2;
   float exact[kCount] = {};
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
     const u32 raw_a = stages + state.stage * Config::kStageBytes;
     const u32 raw_b = raw_a + Config::RawA::kBytes;
     const u32 empty = barriers.empty(state.stage);
@@ -239,7 +241,7 @@ __device__ __forceinline__ void multiply_add(float (&sum)[Config::kTileN / 2],
     for (int column = lane % 4 * 2; column < Config::kTileN; column += 8) {
       float turn[4] = {exact[0], exact[1], exact[2], exact[3]};
 #pragma unroll 1
-      for (int k = 0; k < kChunkK; ++k) {
+      for (int k = 0; k < kTileK; ++k) {
         const float a[2] = {ptx::ld_shared_f32(raw_a + Config::RawA::address(row, k)),
                             ptx::ld_shared_f32(raw_a + Config::RawA::address(row + 8, k))};
         const float b[2] = {Config::RawB::value(raw_b, column, k),
@@ -278,10 +280,10 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
   const int tile = blockIdx.x / Config::kClusterK;
   const int m = tile % ceil_div(M, Config::kTileM) * Config::kTileM;
   const int n = tile / ceil_div(M, Config::kTileM) * Config::kTileN;
-  const int all_chunks = ceil_div(K, kChunkK);
-  const int rank_chunks = ceil_div(all_chunks, Config::kClusterK);
-  const int first_chunk = min(rank * rank_chunks, all_chunks);
-  const int chunks = min(rank_chunks, all_chunks - first_chunk);
+  const int all_k_blocks = ceil_div(K, kTileK);
+  const int rank_k_blocks = ceil_div(all_k_blocks, Config::kClusterK);
+  const int first_k_block = min(rank * rank_k_blocks, all_k_blocks);
+  const int k_blocks = min(rank_k_blocks, all_k_blocks - first_k_block);
   StageState<Config::kStages> state;  // the loading thread's, and each math thread's
 
   if (threadIdx.x == 0) {
@@ -296,12 +298,12 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
     if constexpr (Config::kReallocate) ptx::setmaxnreg_inc<Config::kMathRegisters>();
     const int row = warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
     float sum[Config::kTileN / 2];
-    multiply<Config>(sum, barriers, stages, parts, row, lane, chunks, state);
+    multiply<Config>(sum, barriers, stages, parts, row, lane, k_blocks, state);
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < Config::kTileN / 2; ++i) finite &= is_finite(sum[i]);
     if (ptx::bar_red_or(0, !finite)) {
-      multiply_add<Config>(sum, barriers, stages, row, lane, chunks, state);
+      multiply_add<Config>(sum, barriers, stages, row, lane, k_blocks, state);
       ptx::bar_sync(1, Config::kMathThreads);  // the stages have been read
     }
     write_tile<Config>(sum, stages, row, lane % 4);
@@ -314,19 +316,19 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
                        (Config::kTransposed ? M : N) - first_column, rank, output, threadIdx.x);
   } else {
     if constexpr (Config::kReallocate) ptx::setmaxnreg_dec<Config::kOtherRegisters>();
-    const int k = first_chunk * kChunkK, converter = warp - Config::kMathWarps - 1;
+    const int k = first_k_block * kTileK, converter = warp - Config::kMathWarps - 1;
     if (converter >= 0) {
       if (converter < Config::kConverterGroups * Config::kConverterWarps) {
-        convert<Config>(barriers, stages, parts, converter, lane, chunks);
+        convert<Config>(barriers, stages, parts, converter, lane, k_blocks);
       }
     } else {
-      if (lane == 0) produce(map_a, map_b, barriers, stages, m, n, k, chunks, state);
+      if (lane == 0) produce(map_a, map_b, barriers, stages, m, n, k, k_blocks, state);
       __syncwarp();
       ptx::griddepcontrol_launch_dependents();
     }
     if (ptx::bar_red_or(0, false)) {
       if (warp == Config::kMathWarps && lane == 0) {
-        produce(map_a, map_b, barriers, stages, m, n, k, chunks, state);
+        produce(map_a, map_b, barriers, stages, m, n, k, k_blocks, state);
       }
       __syncwarp();
     }

@@ -2,8 +2,8 @@
 //
 // The math warpgroups write their sums into one tile, rows and columns as in the result. Where K is
 // split over a cluster, each of its CTAs then reads its share of the rows from the tiles of all,
-// through distributed shared memory, and adds them in the order of the ranks. Rows go out 16 bytes
-// a thread, or element by element where the result is bf16 or its rows are not 16-byte aligned.
+// through distributed shared memory, and adds them in the order of the ranks. Rows go out four
+// numbers a thread, or one by one where the result is not aligned for that.
 #pragma once
 
 #include "cake/tf32x3.cuh"
@@ -59,26 +59,41 @@ __device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows,
   constexpr int kQuads = Config::kTileColumns / 4;
   constexpr int kRows = Config::kTileRows / Config::kClusterK;
   const bool low = output & 1, add = output & 2;
+  const u64 size = low ? 2 : 4;
   const int first_row = rank * kRows;
-  if (!low && (reinterpret_cast<u64>(d) | 4 * ldd) % 16 == 0 && columns % 4 == 0) {
+  if ((reinterpret_cast<u64>(d) | size * ldd) % (4 * size) == 0 && columns % 4 == 0) {
 #pragma unroll(Config::kClusterK == 1 ? 4 : 1)
     for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
       const int row = first_row + item / kQuads, column = item % kQuads * 4;
       if (row >= rows || column >= columns) continue;
       float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
-      float4* to = reinterpret_cast<float4*>(static_cast<float*>(d) + row * ldd + column);
-      if (add) {
-        const float4 old = *to;
-        sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
+      const i64 at = row * ldd + column;
+      if (low) {
+        uint2* to = reinterpret_cast<uint2*>(static_cast<bf16*>(d) + at);
+        if (add) {
+          const uint2 old = *to;
+          sum.x += low_float(old.x), sum.y += high_float(old.x);
+          sum.z += low_float(old.y), sum.w += high_float(old.y);
+        }
+        *to =
+            make_uint2(ptx::cvt_rn_bf16x2_f32(sum.x, sum.y), ptx::cvt_rn_bf16x2_f32(sum.z, sum.w));
+      } else {
+        float4* to = reinterpret_cast<float4*>(static_cast<float*>(d) + at);
+        if (add) {
+          const float4 old = *to;
+          sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
+        }
+        *to = sum;
       }
-      *to = sum;
     }
     return;
   }
 #pragma unroll 1
   for (int item = thread; item < kRows * kQuads; item += Config::kMathThreads) {
     const int row = first_row + item / kQuads, column = item % kQuads * 4;
-    if (row >= rows) break;
+    // What a rank loads from a peer it also stores: a load that nothing waits for could outlive the
+    // peer, for the barrier at the end orders nothing.
+    if (row >= rows || column >= columns) continue;
     const float4 sum = load_quad<Config>(tile, (row * Config::kTilePitch + column) * 4);
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -87,7 +102,7 @@ __device__ __forceinline__ void store_tile(u32 tile, void* d, i64 ldd, int rows,
       const i64 at = row * ldd + column + i;
       if (low) {
         bf16* to = static_cast<bf16*>(d) + at;
-        const float value = values[i] + (add ? bf16_float(*to) : 0.0f);
+        const float value = values[i] + (add ? low_float(*to) : 0.0f);
         *to = static_cast<bf16>(ptx::cvt_rn_bf16x2_f32(value, 0.0f));
       } else {
         float* to = static_cast<float*>(d) + at;

@@ -1,7 +1,7 @@
-// How operands reach the math warpgroups of a router tile: raw chunks by TMA, B's parts by
+// How operands reach the math warpgroups of a router tile: raw k-blocks by TMA, B's parts by
 // converters.
 //
-// A stage holds a raw chunk of A and of B. `full` completes when its bytes have landed; `empty`
+// A stage holds a raw k-block of A and of B. `full` completes when its bytes have landed; `empty`
 // when the math warps have A's numbers in registers and the converters have B's parts written. The
 // parts have a ring of buffers of their own: `parts_full` completes when all warps of a group have
 // written theirs, `parts_empty` when all math warps' products of them are done. Config is that of
@@ -51,15 +51,15 @@ __device__ __forceinline__ void wait(u32 bar, u32 parity) {
   }
 }
 
-// One thread: the loads of all chunks.
+// One thread: the loads of all k-blocks.
 template <class Config>
 __device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap& map_b,
                                         const RouterBarriers<Config>& barriers, u32 stages, int m,
-                                        int n, int k, int chunks,
+                                        int n, int k, int k_blocks,
                                         StageState<Config::kStages>& state) {
   constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk, k += kChunkK) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block, k += kTileK) {
     const u32 full = barriers.full(state.stage);
     const u32 a = stages + state.stage * Config::kStageBytes;
     const u32 b = a + Config::RawA::kBytes;
@@ -87,10 +87,10 @@ __device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap&
   }
 }
 
-// A group of converter warps: the parts of every kConverterGroups-th chunk of B.
+// A group of converter warps: the parts of every kConverterGroups-th k-block of B.
 template <class Config>
 __device__ __forceinline__ void convert(const RouterBarriers<Config>& barriers, u32 stages,
-                                        u32 parts, int warp, int lane, int chunks) {
+                                        u32 parts, int warp, int lane, int k_blocks) {
   constexpr int kThreads = Config::kConverterWarps * 32;
   const int thread = warp % Config::kConverterWarps * 32 + lane;
   const int group = warp / Config::kConverterWarps;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void convert(const RouterBarriers<Config>& barriers, 
   in.advance(group);
   out.advance(group);
 #pragma unroll 1
-  for (int chunk = group; chunk < chunks; chunk += Config::kConverterGroups) {
+  for (int k_block = group; k_block < k_blocks; k_block += Config::kConverterGroups) {
     wait(barriers.full(in.stage), in.phase);
     wait(barriers.parts_empty(out.stage), out.phase ^ 1);
     Config::RawB::template split<Config::kMajorA, kThreads>(

@@ -22,12 +22,14 @@
 
 namespace cake {
 
-constexpr int kChunkK = 32;  // contraction steps of a stage, and between promotions
-constexpr int kAtoms = 4;    // products of 8 steps in a chunk
+constexpr int kTileK = 32;  // contraction steps of a stage, and between promotions
+constexpr int kAtoms = 4;   // products of 8 steps in a k-block
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < INFINITY; }
 
-__device__ __forceinline__ float bf16_float(u32 bits) { return __uint_as_float(bits << 16); }
+// The halves of a bf16x2.
+__device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
 
 // A number that is not finite, or that TF32 rounds to Inf, has a NaN among its parts, and so have
 // all its products.
@@ -50,8 +52,8 @@ __device__ __forceinline__ int fragment_row(int i) {
   return kMajorA == Major::K ? i >> 1 | (i & 1) << 2 : i;
 }
 
-// A thread's fragments of a chunk of A. Of atom s, with lane q of four: [s][0] holds row `row` and
-// the atom's step q, [1] the row eight below, [2], [3] the same rows and step q + 4.
+// A thread's fragments of a k-block of A. Of atom s, with lane q of four: [s][0] holds row `row`
+// and the atom's step q, [1] the row eight below, [2], [3] the same rows and step q + 4.
 struct Fragments {
   u32 high[kAtoms][4], low[kAtoms][4];
 
@@ -60,15 +62,15 @@ struct Fragments {
   }
 };
 
-// The raw tile of A, kRows x kChunkK, as lane `q` of four sees it that share rows `row` and `row`
+// The raw tile of A, kRows x kTileK, as lane `q` of four sees it that share rows `row` and `row`
 // + 8.
 template <Major kMajor, int kRows>
 struct RawA;
 
 template <int kRows>
 struct RawA<Major::K, kRows> {
-  static constexpr int kBytes = kRows * kChunkK * 4;
-  u32 offset[2];  // of each half of the chunk
+  static constexpr int kBytes = kRows * kTileK * 4;
+  u32 offset[2];  // of each half of the k-block
 
   __device__ __forceinline__ RawA(int row, int q) {
     offset[0] = address(row, 4 * q);
@@ -96,7 +98,7 @@ struct RawA<Major::K, kRows> {
 
 template <int kRows>
 struct RawA<Major::MN, kRows> {
-  static constexpr int kBytes = kRows * kChunkK * 4;
+  static constexpr int kBytes = kRows * kTileK * 4;
   u32 offset[4];  // of rows `row`, `row` + 8 at steps 2q, 2q + 1
 
   __device__ __forceinline__ RawA(int row, int q) {
@@ -130,7 +132,7 @@ __device__ __forceinline__ void store_parts(u32 parts, int column, int quad, con
   ptx::st_shared_v4_u32(to + kColumns * 128, low[0], low[1], low[2], low[3]);
 }
 
-// The raw tile of B, kColumns x kChunkK. `split` makes its parts with kThreads threads.
+// The raw tile of B, kColumns x kTileK. `split` makes its parts with kThreads threads.
 template <Major kMajor, bool kF32, int kColumns>
 struct RawB;
 
@@ -171,7 +173,7 @@ struct RawB<Major::K, false, kColumns> {
   }
 
   static __device__ __forceinline__ float value(u32 tile, int column, int k) {
-    return bf16_float(ptx::ld_shared_u16(tile + address(column, k)));
+    return low_float(ptx::ld_shared_u16(tile + address(column, k)));
   }
 
   template <Major kMajorA, int kThreads>
@@ -243,8 +245,8 @@ struct RawB<Major::MN, false, kColumns> : RawBRows<kColumns, false> {
   static constexpr int kBytes = ceil_div(kColumns, 64) * 4096;
 
   static __device__ __forceinline__ float value(u32 tile, int column, int k) {
-    return bf16_float(ptx::ld_shared_u16(tile + column / 64 * 4096 + k * 128 +
-                                         ((column % 64 / 8 ^ k % 8) << 4) + column % 8 * 2));
+    return low_float(ptx::ld_shared_u16(tile + column / 64 * 4096 + k * 128 +
+                                        ((column % 64 / 8 ^ k % 8) << 4) + column % 8 * 2));
   }
 };
 

@@ -40,8 +40,8 @@ def _differentiate_family(fwd_name: str) -> None:
     def weight_grad(call: Call, g: Tensor, x: Tensor, *offs: Tensor) -> Tensor | None:
         """g^T x in the memory order of the weight, or added to its ``main_grad``."""
         if call.main_grad is not None and add is not None:
-            deterministic = call.options.get("deterministic", True)
-            add.overload(call.main_grad, g, x, *offs, deterministic=deterministic)
+            options = {k: v for k, v in call.options.items() if k == "deterministic"}
+            add.overload(call.main_grad, g, x, *offs, **options)
             return None
         if call.b_transposed:
             return wgrad(call, call.b_dtype, x, g, *offs).transpose(-2, -1)

@@ -1,100 +1,33 @@
-"""Modules that add their weight gradient to ``weight.main_grad``: values, what is launched, and who else looks."""
+"""Weight gradients that are added to ``weight.main_grad``: values, what is launched, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-from forms import NAN, assert_close, same_bits
+from forms import assert_close, same_bits
+from main_grad import (
+    BF16,
+    FP32,
+    KINDS,
+    ROWS,
+    TAIL,
+    K,
+    N,
+    make,
+)
 from torch import Tensor, nn
-from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import cake_ops
-from cake_ops.nn import GroupedLinear, RouterLinear
+from cake_ops.nn import RouterLinear
 from cake_ops.testing import count_launches
-
-BF16, FP32 = torch.bfloat16, torch.float32
-GROUPS, TAIL, N, K = [7, 0, 63, 9], 3, 40, 24
-ROWS = sum(GROUPS) + TAIL
-CPU = torch.device("cpu")
-KINDS = ("router", "grouped")
-
-
-class Case(NamedTuple):
-    """A module that fuses, one with the same parameters that does not, and what else they are called with."""
-
-    fused: nn.Module
-    plain: nn.Module
-    name: str  # of the forward operator
-    offs: tuple[Tensor, ...]
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.fused.weight
-
-    def batch(self, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-        """x, and the gradient of the result. Rows of no group are NaN."""
-        dtype = BF16 if self.name == "grouped_mm" else FP32
-        x = torch.randn(rows, K, device=self.weight.device).to(self.weight.dtype)
-        g = torch.randn(rows, N, device=self.weight.device).to(dtype)
-        if self.offs:
-            x[rows - TAIL :] = NAN
-        return x.requires_grad_(), g
-
-    def add(self, buffer: Tensor, g: Tensor, x: Tensor) -> None:
-        """What the backward is to do, by the public operator."""
-        getattr(cake_ops, f"{self.name}_wgrad_")(buffer, g, x.detach(), *self.offs)
-
-
-def make(
-    kind: str,
-    device: torch.device = CPU,
-    *,
-    bias: bool = True,
-    dtype: torch.dtype | None = None,
-    main_dtype: torch.dtype = FP32,
-) -> Case:
-    factory = {"device": device, "dtype": dtype or (FP32 if kind == "router" else BF16)}
-    if kind == "router":
-        fused = RouterLinear(K, N, bias, fuse_wgrad_accumulation=True, **factory)
-        offs: tuple[Tensor, ...] = ()
-    else:
-        fused = GroupedLinear(len(GROUPS), K, N, bias, fuse_wgrad_accumulation=True, **factory)
-        offs = (reference.offsets(GROUPS, device),)
-    plain = copy.deepcopy(fused)
-    plain.fuse_wgrad_accumulation = False
-    fused.weight.main_grad = torch.randn(fused.weight.shape, device=device).to(main_dtype)
-    return Case(fused, plain, f"{kind}_mm", offs)
-
-
-def with_megatron_hook(weight: nn.Parameter) -> list[Any]:
-    """What Megatron-LM's DDP does with overlapped reductions. Returns the hook's node, which has to be
-    kept alive, and then for each call the flag and ``weight.grad``."""
-    weight.grad_added_to_main_grad = False
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    calls: list[Any] = [node]
-
-    def hook(*unused: Any) -> None:
-        assert weight.grad is not None  # what Megatron asserts
-        calls.append((weight.grad_added_to_main_grad, weight.grad))
-        if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
-            weight.main_grad.add_(weight.grad)
-        weight.grad = None
-
-    node.register_hook(hook)
-    return calls
-
 
 # Values
 
@@ -338,83 +271,6 @@ def test_autograd_grad_of_the_weight_is_none() -> None:
     assert same_bits(case.weight.main_grad, expected)
 
 
-# Hooks
-
-
-def test_hooks_of_a_plain_weight_see_none() -> None:
-    case = make("router")
-    seen: list[Any] = []
-    case.weight.register_hook(seen.append)
-    x, g = case.batch()
-    case.fused(x).backward(g)
-    assert seen == [None] and case.weight.grad is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_megatron_hook_finds_a_placeholder_and_adds_nothing(
-    device: torch.device, kind: str
-) -> None:
-    case = make(kind, device)
-    expected, calls = case.weight.main_grad.clone(), with_megatron_hook(case.weight)
-    for micro_batch in range(1, 3):
-        x, g = case.batch()
-        case.fused(x, *case.offs).backward(g)
-        case.add(expected, g, x)
-        added, placeholder = calls[micro_batch]
-        assert added and case.weight.grad is None
-        assert (placeholder.shape, placeholder.dtype) == (case.weight.shape, case.weight.dtype)
-    assert len(calls) == 3
-    assert same_bits(case.weight.main_grad, expected)
-
-
-def test_megatron_weight_that_is_also_used_elsewhere(device: torch.device) -> None:
-    """``zero_out_wgrad``: what another use contributes to ``weight.grad`` is added by the hook."""
-    case = make("router", device)
-    expected, calls = case.weight.main_grad.clone(), with_megatron_hook(case.weight)
-    case.weight.zero_out_wgrad = True
-    x, g = case.batch()
-    ((case.fused(x) * g).sum() + 3 * case.weight.sum()).backward()
-    case.add(expected, g, x)
-    assert len(calls) == 2 and (calls[1][1] == 3).all()
-    assert_close(case.weight.main_grad, expected.double() + 3)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
-def test_ddp_leaves_main_grad_to_the_user(one_rank: None, options: dict[str, bool]) -> None:
-    case = make("router")
-    expected, wrapped = (
-        case.weight.main_grad.clone(),
-        DistributedDataParallel(case.fused, **options),
-    )
-    for _ in range(2):  # the reducer of an earlier step is complete
-        x, g = case.batch()
-        wrapped(x).backward(g)
-        case.add(expected, g, x)
-        case.plain(x).backward(g)
-    assert same_bits(case.weight.main_grad, expected)
-    assert not case.weight.grad.any()
-    assert same_bits(case.fused.bias.grad, case.plain.bias.grad)
-
-
-def test_fsdp_raises_unless_it_ignores_the_weight(one_rank: None) -> None:
-    case = make("router")
-    expected, (x, g) = case.weight.main_grad.clone(), case.batch()
-    sharded = copy.deepcopy(case.fused)
-    sharded.weight.main_grad = case.weight.main_grad.clone()
-    with pytest.raises(RuntimeError, match="which weight .* does not have"):
-        fully_shard(sharded)(x)
-    fully_shard(case.fused, ignored_params={case.weight})(x).backward(g)
-    case.add(expected, g, x)
-    assert same_bits(case.weight.main_grad, expected)
-
-
 # Errors
 
 
@@ -457,81 +313,6 @@ def test_the_operator_refuses_a_buffer_that_it_cannot_write(kind: str) -> None:
     case.weight.main_grad = torch.zeros_like(case.weight, dtype=FP32).mT.contiguous().mT
     with pytest.raises(RuntimeError, match=f"cake::{case.name}_wgrad_: out must be row-major"):
         case.fused(x, *case.offs).backward(g)
-
-
-# Compilers
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_modules_fuse(device: torch.device, kind: str, backend: str) -> None:
-    torch._dynamo.reset()
-    case = make(kind, device, bias=False)
-    expected = case.weight.main_grad.clone()
-    compiled = torch.compile(case.fused, fullgraph=True, backend=backend)
-    for rows in (ROWS, ROWS + 20, ROWS + 21):
-        x, g = case.batch(rows)
-        with count_launches() as launches:
-            compiled(x, *case.offs).backward(g)
-        assert launches[f"{case.name}_wgrad_"] == 1 and not launches[f"{case.name}_wgrad"]
-        case.add(expected, g, x)
-        case.weight.main_grad = case.weight.main_grad.clone()  # no graph keeps the old one
-    assert same_bits(case.weight.main_grad, expected)
-    assert case.weight.grad is None
-    with torch.no_grad():
-        assert not compiled(x, *case.offs).requires_grad
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_checkpoint_fuses(kind: str) -> None:
-    torch._dynamo.reset()
-    case = make(kind, bias=False)
-    expected, (x, g) = case.weight.main_grad.clone(), case.batch()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def region(x: Tensor) -> Tensor:
-        return checkpoint(case.fused, x.sigmoid(), *case.offs, use_reentrant=False)
-
-    with count_launches() as launches:
-        region(x).backward(g)
-    adds = {f"{case.name}_dgrad": 1, f"{case.name}_wgrad_": 1}
-    assert launches == Counter({case.name: 1, **adds})
-    case.add(expected, g, x.sigmoid())
-    assert same_bits(case.weight.main_grad, expected)
-
-
-def test_compiling_breaks_the_graph_where_a_flag_has_to_be_set() -> None:
-    """The product, compiled apart from the weight's node, makes a gradient, which is then added."""
-    torch._dynamo.reset()
-    case = make("router")
-    expected, calls = case.weight.main_grad.clone(), with_megatron_hook(case.weight)
-    compiled = torch.compile(case.fused, backend="aot_eager")
-    for micro_batch in range(1, 3):
-        x, g = case.batch()
-        with count_launches() as launches:
-            compiled(x).backward(g)
-        assert launches["router_mm_wgrad"] == 1
-        expected += cake_ops.router_mm_wgrad(g, x.detach())
-        assert calls[micro_batch][0]
-    assert len(calls) == 3
-    assert same_bits(case.weight.main_grad, expected)
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot set weight.grad_added_to_main"):
-        torch.compile(case.fused, backend="aot_eager", fullgraph=True)(x)
-
-
-def test_compiled_autograd_adds_the_gradient() -> None:
-    torch._dynamo.reset()
-    case = make("router")
-    expected = case.weight.main_grad.clone()
-    for _ in range(2):
-        x, g = case.batch()
-        y = case.fused(x)
-        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-            y.backward(g)
-        expected += cake_ops.router_mm_wgrad(g, x.detach())
-    assert same_bits(case.weight.main_grad, expected)
-    assert case.weight.grad is None
 
 
 # Modules

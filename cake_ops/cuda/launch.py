@@ -107,8 +107,8 @@ class Plan:
             try:
                 rows = a.shape[0]
                 if out is None:
-                    # On the current device and, as in inductor's code, past the dispatcher, which takes
-                    # half the time of new_empty.
+                    # On the current device and, as in inductor's code, past the dispatcher: on a CPU that
+                    # takes half the time of new_empty.
                     shape = (rows, columns) if result_has_rows else sizes
                     out = empty_strided(shape, strides, dtype)
                 to = out.data_ptr()

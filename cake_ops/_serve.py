@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from logging import DEBUG
+from typing import Any
 
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
@@ -21,6 +22,17 @@ Compute = Callable[..., None]
 """``(op, out, accumulate, *tensors)`` writes the result into ``out``, or adds it with ``accumulate``."""
 
 
+def below_autograd(function: Callable[..., Any]) -> Callable[..., None]:
+    """``function`` as a backend's own work. A result is new to autograd: its version stays 0. Autocast has had its
+    say above: a writing form or a prepared launch may run inside it, and its own products must not be cast."""
+
+    def run(*call) -> None:
+        with _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
+            function(*call)
+
+    return run
+
+
 def serve(device: str, name: str, function: Compute, how: str) -> None:
     """Registers ``function`` as the kernel of the operator ``name`` on ``device`` (CPU or CUDA).
 
@@ -29,13 +41,12 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
     problem = PROBLEMS[name]
     has_rows = tuple(argument in ("x", "g") for argument in problem.arguments)
 
+    function = below_autograd(function)
+
     def compute(*call) -> None:
         if LOGGER.isEnabledFor(DEBUG):
             log_torch(how, has_rows, *call)
-        # A result is new to autograd: its version stays 0. Autocast has had its say above: a writing form
-        # or a prepared launch may run inside it, and its own products must not be cast.
-        with _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
-            function(*call)
+        function(*call)
 
     def launch(*tensors: Tensor, out_dtype=None, deterministic=True) -> Tensor:
         out = problem.allocate(*tensors, out_dtype=out_dtype)

@@ -8,17 +8,25 @@ stride, copies the wrong operand or forgets to copy a result back.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, ClassVar
 
+import pytest
 import reference
 import torch
 from torch import Tensor
 
+import cake_ops
+from cake_ops._library import OPS, PLAIN
 from cake_ops.cuda.config import MAX_SIZE, ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER, Result
+from cake_ops.cuda.routes import RouteCache
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+SWIZZLE_BYTES = {"64B": 64, "128B": 128}
 
 
 def tensor_at(
@@ -43,15 +51,19 @@ def allocated(result: Result, a: Tensor) -> Tensor:
 
 
 def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
-    """The rules that cuTensorMapEncodeTiled has for a map with the 128-byte swizzle."""
+    """The rules that cuTensorMapEncodeTiled has, and the L2 promotion of all maps."""
     size = DTYPES[geometry.dtype].itemsize
     assert address % 16 == 0
     assert 1 <= geometry.rank <= 5
     assert len(geometry.strides) == geometry.rank - 1 and len(geometry.box) == geometry.rank
     assert all(0 < n <= 2**32 for n in geometry.dims)
     assert all(0 < s < 2**40 and s % 16 == 0 for s in geometry.strides)
-    assert all(0 < n <= 256 for n in geometry.box) and geometry.box[0] * size == 128
     assert geometry.strides[0] >= geometry.dims[0] * size
+    assert all(0 < n <= 256 for n in geometry.box)
+    row = geometry.box[0] * size
+    assert row % 16 == 0
+    assert geometry.swizzle == "NONE" or row == SWIZZLE_BYTES[geometry.swizzle]
+    assert geometry.l2_promotion == "L2_256B"
 
 
 def through_map(geometry: TensorMapGeometry, address: int) -> Tensor:
@@ -92,6 +104,7 @@ class EmulatedPlan:
         maps = [with_rows(geometry, M) for geometry in self.maps]
         for geometry, address in zip(maps, operands, strict=True):
             assert_encodable(geometry, address)
+            assert geometry.swizzle == "128B"
         if not wgrad:  # the kernel stores whole slices of a group's rows alone
             assert maps[2].dims[1] == MAX_SIZE
             maps[2] = replace(maps[2], dims=(N, M))
@@ -133,3 +146,38 @@ class EmulatedPlan:
                 out[e] = product[e]
             elif ends[e] > starts[e]:
                 out[e] = out[e].double() + product[e]
+
+
+@contextmanager
+def emulated_family(
+    monkeypatch: pytest.MonkeyPatch, family: str, routes: ModuleType, plan: type[Any]
+) -> Iterator[list[str]]:
+    """CPU tensors go through the CUDA backend of ``family``, whose module ``routes`` makes plans of the class
+    ``plan``; yields the names of the kernels that are launched."""
+    for name in OPS:
+        if name.startswith(family):
+            op = OPS[name]
+            monkeypatch.setitem(op.launch, PLAIN["CPU"], op.launch[PLAIN["CUDA"]])
+            for table in (op.explain, op.prepare):
+                if table:
+                    monkeypatch.setitem(table, "CPU", table["CUDA"])
+    monkeypatch.setattr(routes, "Plan", plan)
+    monkeypatch.setattr(routes, "no_kernels_reason", lambda device: "")
+    monkeypatch.setattr(routes, "num_sms", lambda device: 132)
+    monkeypatch.setattr(plan, "launched", [])
+    cake_ops.clear_caches()
+    yield plan.launched
+    cake_ops.clear_caches()
+
+
+def count_misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by one at each geometry that is planned."""
+    planned: list[int] = []
+    add = RouteCache.add
+
+    def counting(self, key, *call):
+        planned.append(1)
+        return add(self, key, *call)
+
+    monkeypatch.setattr(RouteCache, "add", counting)
+    return planned

@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,6 +156,28 @@ def wait(seconds: float = 30) -> None:
         time.sleep(1e-4)
 
 
+def assert_repeats(
+    run: Callable[[], Tensor], other_work: Callable[[], object], busy: bool
+) -> Tensor:
+    """Has 500 runs give the same bits, with ``other_work`` and frees in between and, if ``busy``, another stream
+    that keeps the SMs busy. Returns the first result."""
+    first = run()
+    bits = torch.int16 if first.element_size() == 2 else torch.int32
+    differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
+    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE, dtype=BF16)
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(500):
+        if busy:
+            with torch.cuda.stream(other):
+                torch.mm(square, square)
+        other_work()
+        differs |= (run().view(bits) != first.view(bits)).any()
+    wait()
+    torch.cuda.current_stream().wait_stream(other)
+    assert not differs
+    return first
+
+
 def check(actual: Tensor, expected: Tensor, fp32_bound: float = FP32_SUMS) -> None:
     """Waits with a limit, then compares with an FP64 reference; a weight gradient expert by expert."""
     wait()
@@ -206,6 +229,17 @@ def start(function: Callable[..., None], *arguments: str) -> subprocess.Popen[st
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@contextmanager
+def started(
+    calls: dict[str, tuple[Callable[..., None], str]],
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """The processes of all calls, by name: all at once, for most of their time is the import of torch."""
+    running = {name: start(*call) for name, call in calls.items()}
+    yield running
+    for process in running.values():
+        process.kill()
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 100) -> str:

@@ -14,34 +14,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from emulator import DTYPES, allocated, tensor_at, through_map, with_rows
+from emulator import (
+    DTYPES,
+    allocated,
+    assert_encodable,
+    emulated_family,
+    tensor_at,
+    through_map,
+    with_rows,
+)
 from torch import Tensor
 
-import cake_ops
-from cake_ops._library import OPS, PLAIN
 from cake_ops.cuda import router_routes
 from cake_ops.cuda.config import ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER, Result
-from cake_ops.cuda.routes import RouteCache
 from cake_ops.routing import reset_router_routes
 
 GPU = "NVIDIA H200"
-SWIZZLE_BYTES = {"64B": 64, "128B": 128}
-
-
-def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
-    """The rules that cuTensorMapEncodeTiled has for a 2-D map."""
-    size = DTYPES[geometry.dtype].itemsize
-    assert address % 16 == 0
-    assert len(geometry.dims) == len(geometry.box) == 2 and len(geometry.strides) == 1
-    assert all(0 < n <= 2**32 for n in geometry.dims)
-    assert 0 < geometry.strides[0] < 2**40 and geometry.strides[0] % 16 == 0
-    assert geometry.strides[0] >= geometry.dims[0] * size
-    assert all(0 < n <= 256 for n in geometry.box)
-    row = geometry.box[0] * size
-    assert row % 16 == 0
-    assert geometry.swizzle == "NONE" or row == SWIZZLE_BYTES[geometry.swizzle]
-    assert geometry.l2_promotion == "L2_256B"
 
 
 def boxes(
@@ -103,6 +92,7 @@ class EmulatedRouterPlan:
         expected = boxes(self.layout, self.b_dtype, self.tile_m, self.tile_n)
         for geometry, operand, box in zip(maps, operands, expected, strict=True):
             assert_encodable(geometry, operand.data_ptr())
+            assert geometry.rank == 2
             assert (geometry.dtype, geometry.box, geometry.swizzle) == box
             assert operand.dtype == DTYPES[geometry.dtype]
         a, b = (
@@ -123,38 +113,13 @@ class EmulatedRouterPlan:
 
 @contextmanager
 def emulated_router(monkeypatch: pytest.MonkeyPatch, cache_home: str) -> Iterator[list[str]]:
-    """CPU tensors go through the CUDA backend; yields the names of the kernels that are launched."""
-    for name in OPS:
-        if name.startswith("router_mm"):
-            op = OPS[name]
-            monkeypatch.setitem(op.launch, PLAIN["CPU"], op.launch[PLAIN["CUDA"]])
-            for table in (op.explain, op.prepare):
-                if table:
-                    monkeypatch.setitem(table, "CPU", table["CUDA"])
-    monkeypatch.setattr(router_routes, "Plan", EmulatedRouterPlan)
-    monkeypatch.setattr(router_routes, "no_kernels_reason", lambda device: "")
-    monkeypatch.setattr(router_routes, "num_sms", lambda device: 132)
+    """The router as :func:`emulator.emulated_family`, on a GPU of a name and with a cache folder of its own."""
     monkeypatch.setattr(router_routes, "gpu_name", lambda device: GPU)
-    monkeypatch.setattr(EmulatedRouterPlan, "launched", [])
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
-    cake_ops.clear_caches()
     reset_router_routes()
-    yield EmulatedRouterPlan.launched
-    cake_ops.clear_caches()
+    with emulated_family(monkeypatch, "router_mm", router_routes, EmulatedRouterPlan) as launched:
+        yield launched
     reset_router_routes()
-
-
-def count_misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by one at each call that is planned."""
-    planned: list[int] = []
-    add = RouteCache.add
-
-    def counting(self, key, *call):
-        planned.append(1)
-        return add(self, key, *call)
-
-    monkeypatch.setattr(RouteCache, "add", counting)
-    return planned
 
 
 def make(tokens: int = 63, experts: int = 40, hidden: int = 72) -> tuple[Tensor, Tensor, Tensor]:

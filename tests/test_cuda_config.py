@@ -169,6 +169,7 @@ def test_tensor_maps_keep_the_rules_of_the_driver(
         maps = [rows_map(K, ldk), weight_map(config, N, K, E, ld, outer), rows_output_map(N, ldn)]
     for geometry in maps:
         assert_encodable(with_rows(geometry, M), BASE)
+        assert geometry.swizzle == "128B"
 
 
 def test_geometry_of_the_maps() -> None:

@@ -27,7 +27,7 @@ from gpu import (
     router,
     small,
     small_of,
-    start,
+    started,
     wait,
 )
 from torch import Tensor
@@ -285,11 +285,9 @@ PROCESSES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All at once, and before the tests above: most of their time is the import of torch."""
-    running = {name: start(*call) for name, call in PROCESSES.items()}
-    yield running
-    for process in running.values():
-        process.kill()
+    """Before the tests above, which pass the time of their start."""
+    with started(PROCESSES) as running:
+        yield running
 
 
 @pytest.mark.parametrize("name", PROCESSES)

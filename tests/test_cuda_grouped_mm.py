@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from forms import LAYOUTS, NAN, same_bits
-from gpu import BF16, DEVICE, PRODUCTS, Problem, check, problem, wait
+from gpu import BF16, DEVICE, PRODUCTS, Problem, assert_repeats, check, problem, wait
 from torch import Tensor
 
 import cake_ops
@@ -186,10 +186,6 @@ def test_h33_every_policy_sums_in_fp32(force: Force) -> None:
 # The same bits
 
 
-def bits(t: Tensor) -> Tensor:
-    return t.view(torch.int32 if t.dtype == torch.float32 else torch.int16)
-
-
 @pytest.mark.parametrize("configs", [policies("nt"), policies("nn"), policies("tn")])
 def test_h31_the_bits_do_not_depend_on_the_policy(
     force: Force, configs: tuple[GroupedConfig, ...]
@@ -227,17 +223,7 @@ def test_h32_500_repeats_have_the_same_bits(
 ) -> None:
     """With unrelated work and frees in between, and with another stream that keeps the SMs busy."""
     p = problem([100, 0, 257, 1, 640], 520, 1000)
-    first = p.run(name, **options)
-    differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
-    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE, dtype=BF16)
-    other.wait_stream(torch.cuda.current_stream())
-    for _ in range(500):
-        if busy:
-            with torch.cuda.stream(other):
-                torch.mm(square, square)
-        torch.randn_like(p.x).mul_(2)
-        differs |= (bits(p.run(name, **options)) != bits(first)).any()
-    wait()
-    torch.cuda.current_stream().wait_stream(other)
-    assert not differs
+    first = assert_repeats(
+        lambda: p.run(name, **options), lambda: torch.randn_like(p.x).mul_(2), busy
+    )
     check(first, p.expected(name))

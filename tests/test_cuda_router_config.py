@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import test_cuda_config
-from emulator import with_rows
-from router_emulator import assert_encodable, boxes
+from emulator import assert_encodable, with_rows
+from router_emulator import boxes
 from test_cuda_config import RESULT, Driver, at
 
 from cake_ops.cuda import router_config, tensor_map
@@ -226,6 +226,7 @@ def test_tensor_maps_keep_the_rules_of_the_driver(
     expected = boxes(config.layout, config.b_dtype, config.tile_m, config.tile_n)
     for geometry, box in zip(maps, expected, strict=True):
         assert_encodable(with_rows(geometry, T), BASE)
+        assert geometry.rank == 2
         assert (geometry.dtype, geometry.box, geometry.swizzle) == box
 
 

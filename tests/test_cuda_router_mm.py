@@ -23,6 +23,7 @@ from gpu import (
     ROUTER_TOLERANCE,
     Problem,
     assert_borders,
+    assert_repeats,
     bordered,
     router,
     wait,
@@ -564,19 +565,7 @@ def test_h24_logits_beyond_2_to_the_31_elements() -> None:
 def test_h32_500_repeats_have_the_same_bits(x_dtype: torch.dtype, busy: bool, name: str) -> None:
     """With unrelated work and frees in between, and with another stream that keeps the SMs busy."""
     p = router(257, 256, 4096, x_dtype)
-    first = p.run(name)
-    differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
-    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE, dtype=BF16)
-    other.wait_stream(torch.cuda.current_stream())
-    for _ in range(500):
-        if busy:
-            with torch.cuda.stream(other):
-                torch.mm(square, square)
-        torch.randn_like(p.g).mul_(2)
-        differs |= (p.run(name).view(torch.int32) != first.view(torch.int32)).any()
-    wait()
-    torch.cuda.current_stream().wait_stream(other)
-    assert not differs
+    first = assert_repeats(lambda: p.run(name), lambda: torch.randn_like(p.g).mul_(2), busy)
     check(name, first, *p.tensors(name))
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from emulator import count_misses
 from forms import LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
-from router_emulator import count_misses, emulated_router, make
+from router_emulator import emulated_router, make
 from torch import Tensor
 
 import cake_ops

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from emulator import count_misses
 from forms import CANARY, assert_close, select
-from router_emulator import GPU, count_misses, emulated_router, make
+from router_emulator import GPU, emulated_router, make
 
 import cake_ops
 from cake_ops.cuda import router_routes, router_verdicts

@@ -14,15 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import reference
 import torch
-from emulator import EmulatedPlan
+from emulator import EmulatedPlan, count_misses, emulated_family
 from forms import CANARY, LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
 from torch import Tensor
 
 import cake_ops
-from cake_ops._library import OPS, PLAIN
 from cake_ops._problem import Problem
 from cake_ops.cuda import grouped_mm, grouped_routes
-from cake_ops.cuda.routes import CACHES, MAX_ROUTES, RouteCache
+from cake_ops.cuda.routes import CACHES, MAX_ROUTES
 
 BF16 = torch.bfloat16
 PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
@@ -31,34 +30,14 @@ PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """CPU tensors go through the CUDA backend; yields the names of the kernels that are launched."""
-    for name in OPS:
-        if name.startswith("grouped_mm"):
-            op = OPS[name]
-            monkeypatch.setitem(op.launch, PLAIN["CPU"], op.launch[PLAIN["CUDA"]])
-            for table in (op.explain, op.prepare):
-                if table:
-                    monkeypatch.setitem(table, "CPU", table["CUDA"])
-    monkeypatch.setattr(grouped_routes, "Plan", EmulatedPlan)
-    monkeypatch.setattr(grouped_routes, "no_kernels_reason", lambda device: "")
-    monkeypatch.setattr(grouped_routes, "num_sms", lambda device: 132)
-    monkeypatch.setattr(EmulatedPlan, "launched", [])
-    cake_ops.clear_caches()
-    yield EmulatedPlan.launched
-    cake_ops.clear_caches()
+    with emulated_family(monkeypatch, "grouped_mm", grouped_routes, EmulatedPlan) as launched:
+        yield launched
 
 
 @pytest.fixture
 def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one at each geometry that is planned."""
-    planned: list[int] = []
-    add = RouteCache.add
-
-    def counting(self, key, *call):
-        planned.append(1)
-        return add(self, key, *call)
-
-    monkeypatch.setattr(RouteCache, "add", counting)
-    return planned
+    return count_misses(monkeypatch)
 
 
 def make(

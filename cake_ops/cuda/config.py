@@ -130,9 +130,9 @@ def max_tiles(config: GroupedConfig, M: int, N: int, K: int, E: int) -> int:
     """Returns the most cluster tiles that any offsets can give."""
     rows = config.tile_m * config.cluster_m
     if config.layout == "tn":
-        return E * _ceil_div(N, rows) * _ceil_div(K, config.tile_n)
+        return E * ceil_div(N, rows) * ceil_div(K, config.tile_n)
     # Every non-empty group, and the rows past the last one, may end in a partial tile.
-    return (M // rows + min(E + 1, M)) * _ceil_div(N, config.tile_n)
+    return (M // rows + min(E + 1, M)) * ceil_div(N, config.tile_n)
 
 
 def grid(config: GroupedConfig, M: int, N: int, K: int, E: int, num_sms: int) -> int:
@@ -175,19 +175,19 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
     """
     rows = config.tile_m * config.cluster_m
     if config.layout == "tn":
-        k_blocks = _ceil_div(_ceil_div(M, E), TILE_K)
+        k_blocks = ceil_div(ceil_div(M, E), TILE_K)
         tiles = max_tiles(config, M, N, K, E)
     else:
         groups = max(min(E, M), 1)
-        k_blocks = _ceil_div(K, TILE_K)
-        full, rest = divmod(_ceil_div(M, groups), rows)
+        k_blocks = ceil_div(K, TILE_K)
+        full, rest = divmod(ceil_div(M, groups), rows)
         pairs = config.cluster_m == 2 and 0 < rest <= config.tile_m  # two columns at a time
-        n_blocks = _ceil_div(N, config.tile_n)
+        n_blocks = ceil_div(N, config.tile_n)
         tiles = full * n_blocks
         if rest:
-            tiles += _ceil_div(n_blocks, 2) if pairs else n_blocks
+            tiles += ceil_div(n_blocks, 2) if pairs else n_blocks
         tiles *= groups
-    rounds = _ceil_div(tiles, max(num_sms // config.cluster_m, 1))
+    rounds = ceil_div(tiles, max(num_sms // config.cluster_m, 1))
     products = config.tile_m * config.tile_n * TILE_K / 2048
     loads = (config.tile_m + config.tile_n / config.cluster_m) * 2 * TILE_K / 48
     epilogue = config.tile_m * config.tile_n / 32
@@ -271,5 +271,5 @@ def _stride(extent: int, stride: int, packed: int) -> int:
     return stride if extent > 1 else packed
 
 
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
     return -(-a // b)

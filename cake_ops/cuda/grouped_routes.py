@@ -32,24 +32,15 @@ from .config import (
 from .device import no_kernels_reason, num_sms
 from .fallback import pad8
 from .launch import I32, I64, POINTER, Plan, Result
-from .routes import Route, RouteCache, call_key, out_key
-
-
-def _row_stride(t: Tensor) -> int | None:
-    """The row stride of a matrix that a tensor map can address: unit stride, rows and base of 16 bytes."""
-    rows, columns = t.shape[-2:]
-    ld = t.stride(-2) if rows > 1 else columns
-    unit = t.stride(-1) == 1 or columns == 1
-    granule = 16 // t.element_size()
-    return ld if unit and ld >= columns and ld % granule == 0 and t.data_ptr() % 16 == 0 else None
+from .routes import Route, RouteCache, call_key, out_key, row_stride
 
 
 def _stack_strides(t: Tensor) -> tuple[int, int] | None:
-    """``(row stride, outer stride)`` of a stack of such matrices."""
-    ld = _row_stride(t)
-    outer = t.stride(0) if t.shape[0] > 1 else t.shape[1] * (ld or 0)
+    """``(row stride, outer stride)`` of a stack of matrices that a tensor map can address."""
+    ld = row_stride(t)
+    outer = t.stride(0) if t.shape[0] > 1 else t.shape[1] * ld
     granule = 16 // t.element_size()
-    return (ld, outer) if ld is not None and outer > 0 and outer % granule == 0 else None
+    return (ld, outer) if ld and outer > 0 and outer % granule == 0 else None
 
 
 def _packed(t: Tensor) -> Tensor:
@@ -116,7 +107,7 @@ def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
     layout, strides = "nt", _stack_strides(b)
     if strides is None:
         layout, strides = "nn", _stack_strides(b.transpose(1, 2))
-    lda, ldd, packed_offs = _row_stride(a), _row_stride(out), offs.is_contiguous()
+    lda, ldd, packed_offs = row_stride(a), row_stride(out), offs.is_contiguous()
     if not (lda and strides and ldd and packed_offs):
 
         def run_copied(out, a, b, offs):
@@ -159,7 +150,7 @@ def columns_route(
         return Route(
             lambda *call: fallback.ragged_columns(*call, accumulate), Explanation("torch", reason)
         )
-    ldg, ldx, strides = _row_stride(g), _row_stride(x), _stack_strides(out)
+    ldg, ldx, strides = row_stride(g), row_stride(x), _stack_strides(out)
     odd = N % 8 or K % 8
     if odd or not (ldg and ldx and strides and offs.is_contiguous()):
 

@@ -9,15 +9,14 @@ without a kernel multiply in FP64 through torch, as the CPU does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
 from .._explanation import Explanation
 from .._problem import PROBLEMS
+from .._serve import below_autograd
 from ..cpu import router_mm as fp64
 from .config import ROWS, rows_bucket
 from .device import no_kernels_reason, num_sms
@@ -40,7 +39,7 @@ from .router_config import (
     row_tile,
 )
 from .router_verdicts import TABLE
-from .routes import Route, RouteCache, out_key
+from .routes import Route, RouteCache, out_key, row_stride
 
 _DTYPES: dict[Dtype, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,7 +54,8 @@ def call_key(
 ) -> tuple[Any, ...]:
     """The geometry of a call, and which verdicts there are. The first operand has T rows, the second
     should have as many with ``b_has_rows``; T enters as a bucket. Strides tell how many dimensions a
-    tensor has, and only matrices come so far that their route is kept."""
+    tensor has, and only matrices come so far that their route is kept. Apart from the grouped
+    :func:`cake_ops.cuda.routes.call_key`, as one made of a shared part costs each call 60 ns more."""
     b_shape = b.shape
     try:
         T, columns = a.shape
@@ -89,7 +89,7 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
     T, N, H = _sizes(op, a, b)
     if 0 in (T, N, H):
         run_empty = (lambda out, a, b: None) if accumulate else (lambda out, a, b: out.zero_())
-        return Route(_below_autograd(run_empty), Explanation("no kernel", "nothing is summed"))
+        return Route(below_autograd(run_empty), Explanation("no kernel", "nothing is summed"))
     device = a.get_device()
     reason = no_kernels_reason(device)
     if reason:
@@ -99,7 +99,7 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
             announce(device)
             multiply(op, out, accumulate, a, b)
 
-        return Route(_below_autograd(run_fp64), Explanation("torch", f"{reason}; {fp64.HOW}"))
+        return Route(below_autograd(run_fp64), Explanation("torch", f"{reason}; {fp64.HOW}"))
     why_a, why_b, reason = _copies(op, a, b)
     if reason:
         a_dtype, b_dtype = _read_dtypes(op, a, b)
@@ -109,7 +109,7 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
             b = _copy(b, b_dtype) if why_b else b
             into_route(op, accumulate, out, a, b).run(out, a, b)
 
-        return Route(_below_autograd(run_copied), Explanation("kernel after a copy", reason))
+        return Route(below_autograd(run_copied), Explanation("kernel after a copy", reason))
     b_dtype = _read_dtypes(op, a, b)[0 if LAYOUTS[op] == "nt" else 1]
     config, chosen_by = TABLE.choose(
         gpu_name(device), op, b_dtype, rows_bucket(T), N, H, num_sms(device)
@@ -151,8 +151,8 @@ def _kernel_route(
     swapped = config.layout == "nt"  # A is the call's second operand
     kernel_a, kernel_b = (b, a) if swapped else (a, b)
     maps = (
-        a_map(config, ROWS, N, H, _row_stride(kernel_a)),
-        b_map(config, ROWS, N, H, _row_stride(kernel_b)),
+        a_map(config, ROWS, N, H, row_stride(kernel_a)),
+        b_map(config, ROWS, N, H, row_stride(kernel_b)),
     )
     ld_out = out.stride(0) if out.shape[0] > 1 else out.shape[1]
     output = OUT_BF16 * (out.dtype == torch.bfloat16) | OUT_ADD * accumulate
@@ -201,16 +201,6 @@ def _read_dtypes(op: str, a: Tensor, b: Tensor) -> tuple[Dtype, Dtype]:
     return (read, "f32") if layout == "nt" else ("f32", read)
 
 
-def _row_stride(t: Tensor) -> int:
-    """The row stride of a matrix that a tensor map can address, else 0: unit stride, rows and base of 16
-    bytes. That of a single row is never used."""
-    rows, columns = t.shape
-    granule = 16 // t.element_size()
-    ld = t.stride(0) if rows > 1 else columns + -columns % granule
-    unit = t.stride(1) == 1 or columns == 1
-    return ld if unit and ld >= columns and ld % granule == 0 and t.data_ptr() % 16 == 0 else 0
-
-
 def _copies(op: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
     """Why each operand is copied, or "", and the two as a sentence."""
     whys = []
@@ -218,7 +208,7 @@ def _copies(op: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
         if t.dtype != _DTYPES[dtype]:
             whys.append("bfloat16, read as float32")
         else:
-            whys.append("" if _row_stride(t) else "no unit stride or no 16-byte rows")
+            whys.append("" if row_stride(t) else "no unit stride or no 16-byte rows")
     named = zip(PROBLEMS[op].arguments, whys, strict=True)
     return *whys, "; ".join(f"{name}: {why}" for name, why in named if why)
 
@@ -229,17 +219,6 @@ def _copy(t: Tensor, dtype: Dtype) -> Tensor:
     granule = 16 // _DTYPES[dtype].itemsize
     wide = t.new_empty(rows, columns + -columns % granule, dtype=_DTYPES[dtype])
     return wide[:, :columns].copy_(t)
-
-
-def _below_autograd(function: Callable[..., Any]) -> Callable[..., None]:
-    """``function`` as a backend's own work: a result is new to autograd and keeps version 0, and an
-    autocast region has had its say."""
-
-    def run(out: Tensor, a: Tensor, b: Tensor) -> None:
-        with _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
-            function(out, a, b)
-
-    return run
 
 
 # ---- calls that write into a given tensor ----

@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class RouterRoute:
         )
 
 
+@cache
 def named_configs() -> dict[str, RouterConfig]:
     return {config.name: config for config in all_configs()}
 

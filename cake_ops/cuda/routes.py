@@ -119,6 +119,16 @@ def out_key(out: Tensor) -> tuple[Any, ...]:
     return out.shape[1:], out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15
 
 
+def row_stride(t: Tensor) -> int:
+    """The row stride of a matrix, or of a stack's, that a tensor map can address, else 0: unit stride, rows and
+    base of 16 bytes. That of a single row is never used."""
+    rows, columns = t.shape[-2:]
+    granule = 16 // t.element_size()
+    ld = t.stride(-2) if rows > 1 else columns + -columns % granule
+    unit = t.stride(-1) == 1 or columns == 1
+    return ld if unit and ld >= columns and ld % granule == 0 and t.data_ptr() % 16 == 0 else 0
+
+
 def clear_caches() -> None:
     """Forgets every route, prepared launch and tensor map. Calls after it plan anew."""
     for cache in CACHES.values():

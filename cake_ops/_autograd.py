@@ -91,10 +91,10 @@ def _pack(pack: Callable[[Tensor], Any], t: Tensor) -> Any:
 def _wanted(ctx: Any) -> tuple[bool, bool, Tensor | None]:
     """Which of the two gradients this backward pass asks for, as ``autograd.grad`` may ask for one alone,
     and the buffer that the second one is to be added to."""
-    _, a_needs, b_needs, *_ = ctx.needs_input_grad
+    _, a_needs, b_needs = ctx.needs_input_grad
     if not b_needs or torch.compiler.is_dynamo_compiling():
         return a_needs, b_needs, None
-    (a_node, _), (b_node, _), *_ = ctx.next_functions
+    (a_node, _), (b_node, _) = ctx.next_functions
     if a_needs:
         a_needs, b_needs = _will_execute(a_node), _will_execute(b_node)
     return a_needs, b_needs, main_grad_of(b_node) if b_needs else None
@@ -116,21 +116,24 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     op = OPS[name]
     launches = op.launch
 
-    def forward(ctx, how, a, b, *offs):
-        options, launch, keyset, pushed = how
-        needs = ctx.needs_input_grad
-        saved = (a if needs[2] else None, b if needs[1] else None, *offs)
+    # Host time counts here. Only the two operands are arguments to autograd, which takes 0.2 us for one
+    # more, and the context's fields are set without its methods, which take 0.14 us.
+    def forward(ctx, how, a, b):
+        tensors, options, launch, keyset, pushed = how
+        _, a_needs, b_needs = ctx.needs_input_grad
+        saved = tensors
+        if not (a_needs and b_needs):
+            saved = (a if b_needs else None, b if a_needs else None, *tensors[2:])
         hooks = None if pushed is None else top_hooks(False)
         if hooks is not None:
             pack, unpack = hooks
             packed = [_pack(pack, t) for t in saved if t is not None]  # may stop a recomputation
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        ctx.call = options, a.dtype, b.dtype, b.stride() if needs[2] else ()
+        ctx.to_save, ctx.materialize_grads = saved, False
+        ctx.call = options, a.dtype, b.dtype, b.stride() if b_needs else ()
         if launch is not None:
-            y = launch(a, b, *offs, **options)
+            y = launch(*tensors, **options)
         else:
-            y = _redispatch_from_forward(op, keyset, (a, b, *offs), options)
+            y = _redispatch_from_forward(op, keyset, tensors, options)
         if hooks is not None:
             packed.reverse()
             push_hooks(lambda _: packed.pop(), unpack)
@@ -139,7 +142,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
 
     def backward(ctx, g):
         if g is None:
-            return (None,) * len(ctx.needs_input_grad)
+            return None, None, None
         a, b, *offs = ctx.saved_tensors
         a_needs, b_needs, main_grad = _wanted(ctx)
         call = Call(*ctx.call, main_grad)
@@ -149,7 +152,6 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             None,
             grad_a(call, g, b, *offs) if a_needs else None,
             grad_b(call, g, a, *offs) if b_needs else None,
-            *(None for _ in offs),
         )
 
     # A kernel differentiates at one level of the torch.func transforms and redispatches to the next. The
@@ -167,11 +169,12 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
 
     def with_grad(keyset, launch, tensors, options):
         pushed: list[bool] = []
+        how = tensors, options, launch, keyset, pushed
         try:
             if peek_interpreter_stack() is not None:
                 with enable_single_level_autograd_function():
-                    return apply((options, launch, keyset, pushed), *tensors)
-            return apply((options, launch, keyset, pushed), *tensors)
+                    return apply(how, tensors[0], tensors[1])
+            return apply(how, tensors[0], tensors[1])
         finally:
             if pushed:
                 pop_hooks()
@@ -181,13 +184,9 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, *tensors)
         if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
-            if (
-                launch is None
-                or peek_interpreter_stack() is not None
-                or top_hooks(False) is not None
-            ):
+            if launch is None or top_hooks(False) is not None:
                 return with_grad(keyset, launch, tensors, options)
-            return apply((options, launch, None, None), *tensors)
+            return apply((tensors, options, launch, None, None), tensors[0], tensors[1])
         if launch is not None:
             return launch(*tensors, **options)
         return _redispatch(op, keyset, tensors, options)

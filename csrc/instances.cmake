@@ -38,6 +38,7 @@ cake_kernel(
   nn_f32_128x64_k1
   nn_f32_128x80_k1
   nn_f32_128x96_k1
+  nn_f32_128x112_k1
   nn_f32_128x128_k1
   tn_f32_64x32_k1
   tn_f32_128x32_k1

@@ -34,8 +34,9 @@ struct float4 {
 };
 struct {
   unsigned x;
-} threadIdx, blockIdx;
+} threadIdx, blockIdx, gridDim;
 
+using std::max;
 using std::min;
 
 int __shfl_sync(unsigned, int value, int);

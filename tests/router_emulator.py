@@ -64,6 +64,7 @@ class EmulatedRouterPlan:
         parameters: tuple[Any, ...],
         result: Result,
         tile_rows: int | None = None,
+        max_ctas: int | None = None,
         swapped: bool = False,
     ) -> None:
         match = re.fullmatch(r"sm90_router_gemm_(nt|nn|tn)_(f32|bf16)_(\d+)x(\d+)_k(\d+)", name)
@@ -71,8 +72,9 @@ class EmulatedRouterPlan:
         self.name, self.maps, self.parameters, self.result = name, maps, parameters, result
         self.layout, self.b_dtype = match[1], match[2]
         self.tile_m, self.tile_n, self.cluster_k = map(int, match.groups()[2:])
-        self.grid, self.tile_rows, self.swapped = grid, tile_rows, swapped
-        assert threads == 2 * self.tile_m + 256 and 0 < smem_bytes <= 227 * 1024
+        self.grid, self.tile_rows, self.max_ctas, self.swapped = grid, tile_rows, max_ctas, swapped
+        math = 128 if (self.tile_m, self.tile_n) == (64, 48) else 256
+        assert threads == math + 256 and 0 < smem_bytes <= 227 * 1024
         assert swapped == (self.layout == "nt")
 
     def run(self, out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -80,17 +82,21 @@ class EmulatedRouterPlan:
         self.launched.append(self.name)
         rows = a.shape[0]
         assert rows > 0
-        assert [p if p == POINTER else p[0] for p in self.parameters] == [POINTER, I64, *[I32] * 4]
-        ld, *sizes, output = [p[1] for p in self.parameters[1:]]
+        kinds = [p if p == POINTER else p[0] for p in self.parameters]
+        assert kinds == [*[POINTER] * 3, *[I64] * 3, *[I32] * 4]
+        ld, *lds, M, N, K, output = [p[1] for p in self.parameters[3:]]
+        sizes = (M, N, K)
         assert sizes.count(ROWS) == 1
         M, N, K = (rows if size == ROWS else size for size in sizes)
         tiles = -(-M // self.tile_m) * -(-N // self.tile_n)
         ctas = self.grid * -(-rows // self.tile_rows) if self.tile_rows else self.grid
         assert ctas == tiles * self.cluster_k
+        assert self.max_ctas == 132 if self.cluster_k == 1 else self.max_ctas >= ctas
         maps = [with_rows(geometry, rows) for geometry in self.maps]
         operands = (b, a) if self.swapped else (a, b)
         expected = boxes(self.layout, self.b_dtype, self.tile_m, self.tile_n)
-        for geometry, operand, box in zip(maps, operands, expected, strict=True):
+        for geometry, operand, box, ld_operand in zip(maps, operands, expected, lds, strict=True):
+            assert geometry.strides == (operand.element_size() * ld_operand,)
             assert_encodable(geometry, operand.data_ptr())
             assert geometry.rank == 2
             assert (geometry.dtype, geometry.box, geometry.swizzle) == box

@@ -407,7 +407,36 @@ def test_host_checks_its_budgets(monkeypatch, capsys, limit, status):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["host", "--rounds", "3", "--calls", "20", "--check"]) == status
     out = capsys.readouterr().out
-    assert len(re.findall(r"cake \d+\.\d+, torch\.mm \d+\.\d+; cake / torch\.mm", out)) == 2
+    assert len(re.findall(r"cake \d+\.\d+, torch\.mm \d+\.\d+; cake / torch\.mm", out)) == 4
+    assert out.count("within the budget" if status == 0 else "OVER the budget") == 2
+
+
+def test_host_lets_the_arms_of_all_modes_take_turns_in_every_round():
+    calls: list[str] = []
+    cases = {
+        mode: {arm: (calls.append, (f"{mode} {arm}",)) for arm in ("cake", "torch.mm")}
+        for mode in ("no grad", "grad")
+    }
+    budgets = dict.fromkeys(cases, host.Budget("torch.mm", 1e9))
+    assert host._report(cases, budgets, SimpleNamespace(rounds=8, calls=3))
+    warm, rounds = calls[:12], calls[12:]
+    assert len(rounds) == 8 * 12 and len(set(warm)) == 4
+    for i in range(0, len(rounds), 12):
+        assert sorted(rounds[i : i + 12]) == sorted(warm)
+
+
+def test_host_shows_undisturbed_times_beside_what_it_judges(monkeypatch, capsys):
+    slow = [1.0] * 8 + [1.5] * 12
+    us = {("grad", "cake"): [4.0 * s for s in slow], ("grad", "torch.mm"): [2.0] * 20}
+    monkeypatch.setattr(host, "rounds_us", lambda *_: us)
+    budget = host.Budget("torch.mm", 2.5, 1.5)
+    args = SimpleNamespace(rounds=20, calls=100)
+    assert not host._report({"grad": dict.fromkeys(("cake", "torch.mm"))}, {"grad": budget}, args)
+    judged, below = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert judged == (
+        "grad cake 6.00, torch.mm 2.00; cake / torch.mm 3.00 (OVER the budget of 2.50, goal 1.50)"
+    )
+    assert below == "cake 4.00, torch.mm 2.00; cake / torch.mm 2.00"
 
 
 def test_host_runs_no_kernel_and_builds_a_graph_only_with_grad():

@@ -65,7 +65,7 @@ each_config = pytest.mark.parametrize("config", all_configs(), ids=lambda config
 @each_config
 def test_every_policy_is_valid_and_fits(config: RouterConfig) -> None:
     assert config.num_stages >= 2 and config.smem_bytes <= SMEM_LIMIT
-    assert config.threads == 2 * config.tile_m + 256
+    assert config.threads == (384 if (config.tile_m, config.tile_n) == (64, 48) else 512)
     for T, N, H in (*SIZES, (MAX_SIZE, 8, 8), (1, 8, MAX_SIZE), (8, MAX_SIZE, 1)):
         long = config.layout == "tn" and T > MAX_CHAIN * config.cluster_k
         assert is_valid(config, T, N, H) == (not long or config.cluster_k == MAX_CLUSTER_K)
@@ -89,18 +89,21 @@ def test_names_are_unique_and_complete() -> None:
 
 
 def test_shared_memory_of_a_policy() -> None:
-    """By hand: stages of A and B, the parts of a chunk of B for each group of converters, barriers."""
-    config = RouterConfig("nt", "f32", 128, 40, 8)  # 40 columns: 2 warps a group, 3 groups
-    stage, parts = (128 + 40) * 128, 3 * 2 * 40 * 128
+    """By hand: stages of A and B, the parts of a k-block of B for each group of converters, two buffers of
+    sharers' products in the narrowest tiles, without a cluster a slab for each math warp, barriers."""
+    config = RouterConfig(
+        "nt", "f32", 128, 40, 8
+    )  # 80 halves of columns: 3 warps a group, 2 groups
+    stage, parts = (128 + 40) * 128, 2 * 2 * 40 * 128
     assert config.num_stages == (224 * 1024 - parts) // stage == 9
     assert config.smem_bytes == 9 * stage + parts + 256
-    config = RouterConfig("tn", "bf16", 128, 96, 1)  # 3 warps, 2 groups; boxes of 64 columns: 128
-    stage, parts = 128 * 128 + 2 * 64 * 64, 2 * 96 * 128
-    assert config.num_stages == (224 * 1024 - parts) // stage == 8
-    assert config.smem_bytes == 8 * stage + parts + 256
+    config = RouterConfig("tn", "bf16", 128, 96, 1)  # 6 warps, 1 group; boxes of 64 columns: 128
+    stage, parts, slabs = 128 * 128 + 2 * 64 * 64, 2 * 96 * 128, 8 * 16 * 40 * 4
+    assert config.num_stages == (224 * 1024 - parts - slabs) // stage == 7
+    assert config.smem_bytes == 7 * stage + parts + slabs + 256
     config = RouterConfig("nt", "f32", 64, 8, 8)  # 1 warp, 4 groups; 12 stages at most
     assert config.num_stages == 12
-    assert config.smem_bytes == 12 * (64 + 8) * 128 + 4 * 2 * 8 * 128 + 256
+    assert config.smem_bytes == 12 * (64 + 8) * 128 + 4 * 2 * 8 * 128 + 2 * 64 * 8 * 4 + 256
 
 
 def test_launches_have_what_the_kernels_are_compiled_for(tmp_path: Path) -> None:
@@ -168,11 +171,13 @@ def test_policies_that_cannot_be_built_are_invalid(config: RouterConfig) -> None
 def test_every_tile_has_a_cluster(config: RouterConfig, T: int, N: int, H: int) -> None:
     M, columns, _ = kernel_sizes(config.layout, T, N, H)
     tiles = len(range(0, M, config.tile_m)) * len(range(0, columns, config.tile_n))
-    assert grid(config, T, N, H) == tiles * config.cluster_k
+    ctas = tiles * config.cluster_k
+    most = SMS if config.cluster_k == 1 else ctas  # a CTA without a cluster makes several tiles
+    assert grid(config, T, N, H, SMS) == min(ctas, most)
     rows = row_tile(config)
     assert (rows is None) == (config.layout == "tn")
     if rows:
-        assert grid(config, T, N, H) == len(range(0, T, rows)) * ctas_per_row_tile(config, N, H)
+        assert ctas == len(range(0, T, rows)) * ctas_per_row_tile(config, N, H)
 
 
 @pytest.mark.parametrize("op, b_dtype", KINDS)
@@ -208,7 +213,7 @@ def test_choices_fill_the_gpu_where_they_can(op: str, b_dtype: Any) -> None:
     for H in (4096, 5120, 6144):
         for T in (64, 256, 1024):
             config = select_config(op, T, 256, H, b_dtype, SMS)
-            assert grid(config, T, 256, H) >= SMS // 3
+            assert grid(config, T, 256, H, SMS) >= SMS // 3
 
 
 # Tensor maps
@@ -284,30 +289,35 @@ def test_a_map_is_encoded_as_its_geometry_says(
 
 # Launching, with a driver that only looks
 
-ROUTER = (POINTER, (I64, 1 << 40), (I32, 63), (I32, ROWS), (I32, -3), (I32, 2))
-WIDTHS = [ctypes.c_uint64] * 3 + [ctypes.c_int64] + [ctypes.c_int32] * 4
+ROUTER = (POINTER, POINTER, POINTER, (I64, 1 << 40), (I32, 63), (I32, ROWS), (I32, -3), (I32, 2))
+WIDTHS = [ctypes.c_uint64] * 5 + [ctypes.c_int64] + [ctypes.c_int32] * 4
 OPERANDS = at(0x10, 0x20, 0x30)  # out, a, b
 
 
-def plan(driver: Driver, swapped: bool = False, tile_rows: int | None = 40) -> Plan:
+def plan(
+    driver: Driver,
+    swapped: bool = False,
+    tile_rows: int | None = 40,
+    max_ctas: int | None = None,
+) -> Plan:
     driver.widths = WIDTHS
     fixed = TensorMapGeometry("f32", (100, 63), (400,), (32, 128))
     ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 40))
     maps = (fixed, ragged) if swapped else (ragged, fixed)
-    return Plan("name", 0, 6, 384, 1000, maps, ROUTER, RESULT, tile_rows, swapped)
+    return Plan("name", 0, 6, 384, 1000, maps, ROUTER, RESULT, tile_rows, max_ctas, swapped)
 
 
 def test_arguments_without_offsets_and_map_of_the_result(driver: Driver) -> None:
     plan(driver).run(*OPERANDS)
     mapped = 0x20 + (7 << 48)  # the stand-in of the map of operand a with 7 rows
-    assert driver.launches[0].values == [mapped, 0x30, 0x10, 1 << 40, 63, 7, -3, 2]
+    assert driver.launches[0].values == [mapped, 0x30, 0x10, 0x20, 0x30, 1 << 40, 63, 7, -3, 2]
     assert driver.launches[0].config.gridDimX == 6
 
 
 def test_swapped_operands_keep_the_rows_of_the_first(driver: Driver) -> None:
     plan(driver, swapped=True).run(*OPERANDS)
     mapped = 0x20 + (7 << 48)
-    assert driver.launches[0].values == [0x30, mapped, 0x10, 1 << 40, 63, 7, -3, 2]
+    assert driver.launches[0].values == [0x30, mapped, 0x10, 0x30, 0x20, 1 << 40, 63, 7, -3, 2]
 
 
 def test_both_maps_may_have_rows(driver: Driver) -> None:
@@ -329,6 +339,17 @@ def test_the_grid_follows_the_rows_on_every_stream(driver: Driver) -> None:
             launched.run(*at(0x10, 0x20, 0x30, rows=rows))
             config = driver.launches[-1].config
             assert int(config.hStream) == stream and config.gridDimX == 6 * -(-rows // 40)
+
+
+@pytest.mark.parametrize("tile_rows", [40, None])
+def test_the_grid_has_no_more_than_the_most(driver: Driver, tile_rows: int | None) -> None:
+    launched = plan(driver, tile_rows=tile_rows, max_ctas=13)
+    for rows, ctas in ((40, 6), (41, 12), (80, 12), (81, 13), (4000, 13), (1, 6)):
+        launched.run(*at(0x10, 0x20, 0x30, rows=rows))
+        assert driver.launches[-1].config.gridDimX == (ctas if tile_rows else 6)
+    one = plan(driver, tile_rows=tile_rows, max_ctas=5)
+    one.run(*at(0x10, 0x20, 0x30, rows=1))
+    assert driver.launches[-1].config.gridDimX == 5
 
 
 def test_the_policies_are_the_kernels_that_are_built() -> None:

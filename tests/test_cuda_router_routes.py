@@ -178,7 +178,7 @@ def test_explain_of_a_kernel_says_what_is_launched(monkeypatch: pytest.MonkeyPat
     config = router_verdicts.named_configs()[explanation.kernel.removeprefix("sm90_router_gemm_")]
     assert explanation.tile == (config.tile_m, config.tile_n, 32)
     assert (explanation.stages, explanation.cluster) == (config.num_stages, config.cluster_k)
-    assert explanation.grid == router_config.grid(config, 100, 256, 4096)
+    assert explanation.grid == router_config.grid(config, 100, 256, 4096, 132)
     assert (explanation.threads, explanation.smem_bytes) == (config.threads, config.smem_bytes)
     assert explanation.chosen_by == "cost model" and "chosen by: cost model" in str(explanation)
     with pytest.raises(RuntimeError, match="w must have H = x.shape"):

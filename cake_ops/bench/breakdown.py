@@ -2,12 +2,12 @@
 
 The parts are those of :mod:`cake_ops.cuda.grouped_mm` or :mod:`cake_ops.cuda.router_mm` and of the launch
 made there. What no part explains is given as the rest: it holds the packing of arguments, the look-ups of
-device and stream, and the parts' own calls.
+device and stream, and the parts' own calls. Shares are differences, so all parts must be of one host speed:
+undisturbed times are, while medians on a host that is slow half of the time fall on either side.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 import cake_ops
 from cake_ops._library import OPS, PLAIN
 
-__all__ = ["breakdown", "recorded_launches", "timed_parts"]
+__all__ = ["breakdown", "recorded_launches", "timed_parts", "undisturbed"]
 
 Part = tuple[Callable[..., object], tuple[Any, ...]]
 
@@ -89,10 +89,15 @@ def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], 
     return parts, recorded
 
 
+def undisturbed(us: Sequence[float]) -> float:
+    """The time that a tenth of the rounds undercut. A minimum would be an arm's luckiest round."""
+    return sorted(us)[len(us) // 10]
+
+
 def breakdown(us: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The parts' shares of a call, in microseconds: medians, less the cost of calling a part at all."""
-    nothing = statistics.median(us["nothing"])
-    part = {name: statistics.median(times) - nothing for name, times in us.items()}
+    """The parts' undisturbed shares of a call, in microseconds, less the cost of calling a part at all."""
+    nothing = undisturbed(us["nothing"])
+    part = {name: undisturbed(times) - nothing for name, times in us.items()}
     inside = ("key", "allocation", "tensor maps", "driver")
     return {
         "whole call": part["call"],

@@ -50,8 +50,8 @@ class Plan:
     """A launch without its addresses.
 
     The kernel's first parameters are the tensor maps of its operands and, in a family that stores through
-    one, of its result. Among the others are, in this order, pointers to the result and (in a family that
-    takes them) to the offsets, and the rows: the first size of the call's first operand.
+    one, of its result. Among the others are, in this order, pointers to the result and to the offsets (in a
+    family without them to both operands), and the rows: the first size of the call's first operand.
 
     Args:
         name: the kernel.
@@ -62,6 +62,7 @@ class Plan:
             ``ROWS`` stands for the rows.
         result: what ``run`` allocates.
         tile_rows: if given, the launch has ``grid`` CTAs for each ``tile_rows`` rows, the last ones begun.
+        max_ctas: but no more than these, if given.
         swapped: the kernel takes the call's operands in the other order; ``maps`` has the kernel's.
 
     Attributes:
@@ -82,6 +83,7 @@ class Plan:
         parameters: tuple[Any, ...],
         result: Result,
         tile_rows: int | None = None,
+        max_ctas: int | None = None,
         swapped: bool = False,
     ) -> None:
         # The launch is one closure: attribute look-ups and calls cost 0.9 of its 6.5 us. It refers
@@ -114,8 +116,9 @@ class Plan:
                 to = out.data_ptr()
                 if swapped:
                     a, b = b, a
-                key_a = (a.data_ptr(), rows) if a_has_rows else a.data_ptr()
-                key_b = (b.data_ptr(), rows) if b_has_rows else b.data_ptr()
+                at_a, at_b = a.data_ptr(), b.data_ptr()
+                key_a = (at_a, rows) if a_has_rows else at_a
+                key_b = (at_b, rows) if b_has_rows else at_b
                 map_a = find_a(key_a) or maps_a.add(key_a)
                 map_b = find_b(key_b) or maps_b.add(key_b)
                 try:
@@ -123,7 +126,7 @@ class Plan:
                 except IndexError:
                     block = _new_block(parameters, written, len(maps))
                 if offs is None:
-                    pack(block[0], 0, to, rows, map_a[0], map_b[0])
+                    pack(block[0], 0, to, at_a, at_b, rows, map_a[0], map_b[0])
                 else:
                     map_out = find_out(to) or maps_out.add(to)
                     pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0], map_out[0])
@@ -135,6 +138,7 @@ class Plan:
                     if len(configs) >= MAX_STREAMS:
                         configs.clear()
                     ctas = grid * key[1] if tile_rows else grid
+                    ctas = min(ctas, max_ctas or ctas)
                     config = configs[key] = _new_config(ctas, threads, smem_bytes, stream)
                 (status,) = launch(config, handle, block[1], 0)
                 if status:  # a thread without a context, or a real failure, which comes again

@@ -13,10 +13,10 @@ nn      router_mm_dgrad  ``g[T, N]``, M = T, K = N   ``w[N, H]``, N = H    ``out
 tn      router_mm_wgrad  ``g[T, N]``, M = N, K = T   ``x[T, H]``, N = H    ``out[N, H]``
 ======  ===============  ==========================  ====================  =======================
 
-A is FP32; B is FP32 or, where a kernel is built for it, BF16, which needs two products instead of three. The CTAs
-of a cluster share the contraction, and their partial tiles are added in the order of their ranks. That
-order decides the bits of a sum, so every forward shares the same way (:data:`FORWARD_CLUSTER_K`)
-and a token's logits have the same bits in a batch of any size.
+A is FP32; B is FP32 or, where a kernel is built for it, BF16, which needs two products instead of three. A CTA
+without a cluster makes one tile after another. The CTAs of a cluster share the contraction of one tile, and their
+partial tiles are added in the order of their ranks. That order decides the bits of a sum, so every forward shares
+the same way (:data:`FORWARD_CLUSTER_K`) and a token's logits have the same bits in a batch of any size.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TILE_K = 32  # contraction steps of a stage
 BYTES = {"f32": 4, "bf16": 2}
 OUT_BF16, OUT_ADD = 1, 2  # bits of the kernel's parameter ``output``
 MAX_CLUSTER_K = 8  # CTAs of a portable cluster
+MAX_GRID = 1 << 30
 FORWARD_CLUSTER_K = 8
 """CTAs that share the contraction of a forward, of any T: else a token's logits would depend on its batch."""
 MAX_CHAIN = 2048
@@ -46,7 +47,7 @@ their number (relative Frobenius error on an H200: 1.7e-7 at 1024 tokens, 2.4e-7
 class RouterConfig:
     """A kernel instance: layout, type of B and policy.
 
-    A CTA makes one tile of ``tile_m`` x ``tile_n``, from a ring of k-blocks of 32. The ``cluster_k`` CTAs
+    A CTA makes tiles of ``tile_m`` x ``tile_n``, from a ring of k-blocks of 32. The ``cluster_k`` CTAs
     of a cluster make the same tile, each from its part of the contraction.
     """
 
@@ -66,9 +67,14 @@ class RouterConfig:
         return f"sm90_router_gemm_{self.name}"
 
     @property
+    def sharers(self) -> int:
+        """Math warpgroups that share 64 rows: two, which take every other k-block, in the narrowest tiles."""
+        return 2 if self.tile_m == 64 and self.tile_n <= 32 else 1
+
+    @property
     def threads(self) -> int:
-        """A math warpgroup for each 64 rows, a warp that loads and seven that may convert."""
-        return 2 * self.tile_m + 256
+        """Math warpgroups, a warp that loads and seven that may convert."""
+        return 2 * self.tile_m * self.sharers + 256
 
     @property
     def _stage_bytes(self) -> int:
@@ -78,25 +84,45 @@ class RouterConfig:
 
     @property
     def _parts_bytes(self) -> int:
-        """The TF32 parts of B, two or one: a buffer for each group of converter warps, two at least."""
-        warps = min(ceil_div(self.tile_n, 32), 4)
+        """The TF32 parts of B, two or one: a buffer for each group of converter warps, two at least.
+
+        A group is as wide as splits a k-block in one round, if its seven warps suffice: half a column a thread,
+        or in MN-major layouts as small a part of one as they do for.
+        """
+        if self.layout == "nt":
+            threads = 2 * self.tile_n
+        else:
+            threads = self.tile_n * (4 if self.tile_n <= 56 else 2 if self.tile_n <= 112 else 1)
+        warps = min(ceil_div(threads, 32), 7)
         buffers = max(min(7 // warps, 4), 2)
         return buffers * (2 if self.b_dtype == "f32" else 1) * self.tile_n * TILE_K * 4
 
     @property
+    def _slabs_bytes(self) -> int:
+        """Without a cluster: what each math warp stores 16 padded rows of 32 columns by way of."""
+        return self.tile_m // 16 * 16 * (32 + 8) * 4 if self.cluster_k == 1 else 0
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What lies beside the stages; sharers hand over products by two buffers of a tile's size."""
+        shared = 2 * self.tile_m * self.tile_n * 4 if self.sharers == 2 else 0
+        return self._parts_bytes + self._slabs_bytes + shared
+
+    @property
     def num_stages(self) -> int:
-        """As many as fit beside the parts."""
-        return min(12, (224 * 1024 - self._parts_bytes) // self._stage_bytes)
+        """As many as fit beside all else."""
+        return min(12, (224 * 1024 - self._beside_bytes) // self._stage_bytes)
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA. The finished tile, with padded rows, reuses the stages."""
-        if self.layout == "nt":
+        """Dynamic shared memory of a CTA. A cluster's finished tile, with padded rows, reuses the stages."""
+        if self.cluster_k == 1:
+            tile = 0
+        elif self.layout == "nt":
             tile = self.tile_n * (self.tile_m + 4) * 4
         else:
             tile = self.tile_m * (_round_up(self.tile_n, 32) + 8) * 4
-        loop = self.num_stages * self._stage_bytes + self._parts_bytes
-        return max(loop, tile) + 256  # barriers
+        return max(self.num_stages * self._stage_bytes + self._beside_bytes, tile) + 256  # barriers
 
 
 # (tile_m, tile_n, cluster_k), the policies that csrc/instances.cmake builds.
@@ -117,6 +143,7 @@ _POLICIES: dict[tuple[Layout, Dtype], tuple[tuple[int, int, int], ...]] = {
         (128, 64, 1),
         (128, 80, 1),
         (128, 96, 1),
+        (128, 112, 1),
         (128, 128, 1),
     ),
     ("tn", "f32"): (
@@ -169,12 +196,12 @@ def is_valid(config: RouterConfig, T: int, N: int, H: int) -> bool:
         )
         and 0 < min(T, N, H)
         and max(T, N, H) <= MAX_SIZE
-        and grid(config, T, N, H) <= 1 << 30
+        and ceil_div(T, row_tile(config) or T) * ctas_per_row_tile(config, N, H) <= MAX_GRID
     )
 
 
 def ctas_per_row_tile(config: RouterConfig, N: int, H: int) -> int:
-    """Returns the CTAs for each :func:`row_tile` tokens, or all of them if tiles sum over all tokens."""
+    """Returns the CTAs of the tiles of each :func:`row_tile` tokens, or of all if tiles sum over all tokens."""
     if config.layout == "nt":
         tiles = ceil_div(N, config.tile_m)
     elif config.layout == "nn":
@@ -189,10 +216,16 @@ def row_tile(config: RouterConfig) -> int | None:
     return {"nt": config.tile_n, "nn": config.tile_m, "tn": None}[config.layout]
 
 
-def grid(config: RouterConfig, T: int, N: int, H: int) -> int:
-    """Returns the CTAs to launch, in one dimension: a cluster for each tile."""
+def max_ctas(config: RouterConfig, num_sms: int) -> int:
+    """Returns the most CTAs of a launch: without a cluster as many as run at a time, each for several tiles."""
+    return num_sms if config.cluster_k == 1 else MAX_GRID
+
+
+def grid(config: RouterConfig, T: int, N: int, H: int, num_sms: int) -> int:
+    """Returns the CTAs to launch, in one dimension."""
     rows = row_tile(config)
-    return ctas_per_row_tile(config, N, H) * (ceil_div(T, rows) if rows else 1)
+    tiles = ctas_per_row_tile(config, N, H) * (ceil_div(T, rows) if rows else 1)
+    return min(tiles, max_ctas(config, num_sms))
 
 
 def candidates(

@@ -35,6 +35,7 @@ from .router_config import (
     grid,
     is_valid,
     kernel_sizes,
+    max_ctas,
     policies,
     row_tile,
 )
@@ -150,23 +151,25 @@ def _kernel_route(
     T, N, H = _sizes(op, a, b)
     swapped = config.layout == "nt"  # A is the call's second operand
     kernel_a, kernel_b = (b, a) if swapped else (a, b)
-    maps = (
-        a_map(config, ROWS, N, H, row_stride(kernel_a)),
-        b_map(config, ROWS, N, H, row_stride(kernel_b)),
-    )
+    lds = (row_stride(kernel_a), row_stride(kernel_b))
+    maps = (a_map(config, ROWS, N, H, lds[0]), b_map(config, ROWS, N, H, lds[1]))
     ld_out = out.stride(0) if out.shape[0] > 1 else out.shape[1]
     output = OUT_BF16 * (out.dtype == torch.bfloat16) | OUT_ADD * accumulate
+    strides = tuple((I64, ld) for ld in (ld_out, *lds))
     sizes = tuple((I32, size) for size in kernel_sizes(config.layout, ROWS, N, H))
+    device = a.get_device()
+    sms = num_sms(device)
     plan = Plan(
         config.symbol,
-        a.get_device(),
+        device,
         ctas_per_row_tile(config, N, H),
         config.threads,
         config.smem_bytes,
         maps,
-        (POINTER, (I64, ld_out), *sizes, (I32, output)),
+        (POINTER, POINTER, POINTER, *strides, *sizes, (I32, output)),
         ((N, H) if config.layout == "tn" else (ROWS, out.shape[1]), out.stride(), out.dtype),
         row_tile(config),
+        max_ctas(config, sms),
         swapped,
     )
     explanation = Explanation(
@@ -175,10 +178,10 @@ def _kernel_route(
         tile=(config.tile_m, config.tile_n, TILE_K),
         stages=config.num_stages,
         cluster=config.cluster_k,
-        grid=grid(config, T, N, H),
+        grid=grid(config, T, N, H, sms),
         threads=config.threads,
         smem_bytes=config.smem_bytes,
-        schedule="one tile a cluster",
+        schedule="static, one CTA an SM" if config.cluster_k == 1 else "one tile a cluster",
         chosen_by=chosen_by,
     )
     return Route(plan.run, explanation)

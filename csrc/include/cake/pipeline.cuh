@@ -29,6 +29,11 @@ struct StageState {
   int stage = 0;
   u32 phase = 0;
 
+  // After so many steps.
+  static __device__ __forceinline__ StageState at(int steps) {
+    return {steps % kStages, steps / kStages % 2u};
+  }
+
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;

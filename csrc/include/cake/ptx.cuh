@@ -67,13 +67,22 @@ __device__ __forceinline__ void barrier_cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Orders no writes: for a barrier that only keeps shared memory alive.
+// Orders no writes: for a barrier that only keeps shared memory alive, or behind a fence.
 __device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Around a relaxed barrier: they order accesses to shared memory alone.
+__device__ __forceinline__ void fence_release_shared_cluster() {
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_acquire_shared_cluster() {
+  asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 }
 
 // ---- programmatic dependent launch ----
@@ -267,7 +276,7 @@ __device__ __forceinline__ float ld_shared_f32(u32 src) {
   return v;
 }
 
-__device__ __forceinline__ u32 ld_shared_u16(u32 src) {
+__device__ __forceinline__ u16 ld_shared_u16(u32 src) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(src) : "memory");
   return v;

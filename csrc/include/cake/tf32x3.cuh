@@ -27,6 +27,9 @@ constexpr int kAtoms = 4;   // products of 8 steps in a k-block
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < INFINITY; }
 
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(u32{x} << 16); }
+
 // The halves of a bf16x2.
 __device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
@@ -132,24 +135,22 @@ __device__ __forceinline__ void store_parts(u32 parts, int column, int quad, con
   ptx::st_shared_v4_u32(to + kColumns * 128, low[0], low[1], low[2], low[3]);
 }
 
-// The raw tile of B, kColumns x kTileK. `split` makes its parts with kThreads threads.
+// The raw tile of B, kColumns x kTileK. `split` makes its parts with kThreads threads, in one round
+// if those are kItems.
 template <Major kMajor, bool kF32, int kColumns>
 struct RawB;
 
 template <int kColumns>
 struct RawB<Major::K, true, kColumns> {
-  static constexpr int kBytes = kColumns * 128;
-
-  static __device__ __forceinline__ float value(u32 tile, int column, int k) {
-    return ptx::ld_shared_f32(tile + column * 128 + ((k / 4 ^ column % 8) << 4) + k % 4 * 4);
-  }
+  using Element = float;
+  static constexpr int kBytes = kColumns * 128, kItems = kColumns * 2;
 
   // An item is half of a column's steps; 8 threads read 4 columns, which the swizzle keeps apart.
   template <Major kMajorA, int kThreads>
   static __device__ __forceinline__ void split(u32 tile, u32 parts, int thread) {
     static_assert(kMajorA == Major::K, "A is K-major where B is");
 #pragma unroll 1
-    for (int item = thread; item < kColumns * 2; item += kThreads) {
+    for (int item = thread; item < kItems; item += kThreads) {
       const int column = item >> 1, half = item & 1;
       float4 x[4];
 #pragma unroll
@@ -166,25 +167,19 @@ struct RawB<Major::K, true, kColumns> {
 
 template <int kColumns>
 struct RawB<Major::K, false, kColumns> {
-  static constexpr int kBytes = kColumns * 64;
-
-  static __device__ __forceinline__ u32 address(int column, int k) {
-    return column * 64 + ((k / 8 ^ column / 2 % 4) << 4) + k % 8 * 2;
-  }
-
-  static __device__ __forceinline__ float value(u32 tile, int column, int k) {
-    return low_float(ptx::ld_shared_u16(tile + address(column, k)));
-  }
+  using Element = bf16;
+  static constexpr int kBytes = kColumns * 64, kItems = kColumns * 2;
 
   template <Major kMajorA, int kThreads>
   static __device__ __forceinline__ void split(u32 tile, u32 parts, int thread) {
 #pragma unroll 1
-    for (int item = thread; item < kColumns * 2; item += kThreads) {
+    for (int item = thread; item < kItems; item += kThreads) {
       const int column = item >> 1, half = item & 1;
       u32 x[8];  // pairs of steps
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint4 v = ptx::ld_shared_v4_u32(tile + address(column, 16 * half + 8 * i));
+        const uint4 v =
+            ptx::ld_shared_v4_u32(tile + column * 64 + ((2 * half + i ^ column / 2 % 4) << 4));
         x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
       }
 #pragma unroll
@@ -202,14 +197,16 @@ struct RawB<Major::K, false, kColumns> {
   }
 };
 
-// MN-major, of either type: a thread takes a column, or one of kRuns threads the column's quads.
+// MN-major, of either type: kRuns of at most 224 threads take a column, so many quads of it each.
 template <int kColumns, bool kF32>
 struct RawBRows {
+  static constexpr int kRuns = kColumns <= 56 ? 4 : kColumns <= 112 ? 2 : 1;
+  static constexpr int kItems = kColumns * kRuns;
+
   template <Major kMajorA, int kThreads>
   static __device__ __forceinline__ void split(u32 tile, u32 parts, int thread) {
     using Raw = RawB<Major::MN, kF32, kColumns>;
-    constexpr int kRuns = kThreads / kColumns >= 4 ? 4 : kThreads / kColumns >= 2 ? 2 : 1;
-    static_assert(kThreads >= kColumns, "the threads span the tile");
+    static_assert(kThreads >= kItems, "one round");
     const int column = thread % kColumns, run = thread / kColumns;
     if (run >= kRuns) return;
 #pragma unroll(kF32 ? 8 : 4)  // bf16's addresses take more registers
@@ -233,6 +230,7 @@ struct RawBRows {
 
 template <int kColumns>
 struct RawB<Major::MN, true, kColumns> : RawBRows<kColumns, true> {
+  using Element = float;
   static constexpr int kBytes = kColumns * 128;
 
   static __device__ __forceinline__ float value(u32 tile, int column, int k) {
@@ -242,11 +240,12 @@ struct RawB<Major::MN, true, kColumns> : RawBRows<kColumns, true> {
 
 template <int kColumns>
 struct RawB<Major::MN, false, kColumns> : RawBRows<kColumns, false> {
+  using Element = bf16;
   static constexpr int kBytes = ceil_div(kColumns, 64) * 4096;
 
   static __device__ __forceinline__ float value(u32 tile, int column, int k) {
-    return low_float(ptx::ld_shared_u16(tile + column / 64 * 4096 + k * 128 +
-                                        ((column % 64 / 8 ^ k % 8) << 4) + column % 8 * 2));
+    return to_float(ptx::ld_shared_u16(tile + column / 64 * 4096 + k * 128 +
+                                       ((column % 64 / 8 ^ k % 8) << 4) + column % 8 * 2));
   }
 };
 

@@ -73,8 +73,7 @@ class EmulatedRouterPlan:
         self.layout, self.b_dtype = match[1], match[2]
         self.tile_m, self.tile_n, self.cluster_k = map(int, match.groups()[2:])
         self.grid, self.tile_rows, self.max_ctas, self.swapped = grid, tile_rows, max_ctas, swapped
-        math = 128 if (self.tile_m, self.tile_n) == (64, 48) else 256
-        assert threads == math + 256 and 0 < smem_bytes <= 227 * 1024
+        assert threads == 2 * self.tile_m + 256 and 0 < smem_bytes <= 227 * 1024
         assert swapped == (self.layout == "nt")
 
     def run(self, out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

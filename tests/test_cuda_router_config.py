@@ -65,7 +65,7 @@ each_config = pytest.mark.parametrize("config", all_configs(), ids=lambda config
 @each_config
 def test_every_policy_is_valid_and_fits(config: RouterConfig) -> None:
     assert config.num_stages >= 2 and config.smem_bytes <= SMEM_LIMIT
-    assert config.threads == (384 if (config.tile_m, config.tile_n) == (64, 48) else 512)
+    assert config.threads == {64: 384, 128: 512}[config.tile_m]
     for T, N, H in (*SIZES, (MAX_SIZE, 8, 8), (1, 8, MAX_SIZE), (8, MAX_SIZE, 1)):
         long = config.layout == "tn" and T > MAX_CHAIN * config.cluster_k
         assert is_valid(config, T, N, H) == (not long or config.cluster_k == MAX_CLUSTER_K)
@@ -89,12 +89,12 @@ def test_names_are_unique_and_complete() -> None:
 
 
 def test_shared_memory_of_a_policy() -> None:
-    """By hand: stages of A and B, the parts of a k-block of B for each group of converters, two buffers of
-    sharers' products in the narrowest tiles, without a cluster a slab for each math warp, barriers."""
+    """By hand: stages of A and B, buffers of the parts of a k-block of B, without a cluster a slab for each
+    math warp, barriers."""
     config = RouterConfig(
         "nt", "f32", 128, 40, 8
     )  # 80 halves of columns: 3 warps a group, 2 groups
-    stage, parts = (128 + 40) * 128, 2 * 2 * 40 * 128
+    stage, parts = (128 + 40) * 128, 3 * 2 * 40 * 128  # three are in use
     assert config.num_stages == (224 * 1024 - parts) // stage == 9
     assert config.smem_bytes == 9 * stage + parts + 256
     config = RouterConfig("tn", "bf16", 128, 96, 1)  # 6 warps, 1 group; boxes of 64 columns: 128
@@ -103,7 +103,7 @@ def test_shared_memory_of_a_policy() -> None:
     assert config.smem_bytes == 7 * stage + parts + slabs + 256
     config = RouterConfig("nt", "f32", 64, 8, 8)  # 1 warp, 4 groups; 12 stages at most
     assert config.num_stages == 12
-    assert config.smem_bytes == 12 * (64 + 8) * 128 + 4 * 2 * 8 * 128 + 2 * 64 * 8 * 4 + 256
+    assert config.smem_bytes == 12 * (64 + 8) * 128 + 4 * 2 * 8 * 128 + 256
 
 
 def test_launches_have_what_the_kernels_are_compiled_for(tmp_path: Path) -> None:

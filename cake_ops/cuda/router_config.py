@@ -67,14 +67,9 @@ class RouterConfig:
         return f"sm90_router_gemm_{self.name}"
 
     @property
-    def sharers(self) -> int:
-        """Math warpgroups that share 64 rows: two, which take every other k-block, in the narrowest tiles."""
-        return 2 if self.tile_m == 64 and self.tile_n <= 32 else 1
-
-    @property
     def threads(self) -> int:
-        """Math warpgroups, a warp that loads and seven that may convert."""
-        return 2 * self.tile_m * self.sharers + 256
+        """A math warpgroup for each 64 rows, a warp that loads and seven that may convert."""
+        return 2 * self.tile_m + 256
 
     @property
     def _stage_bytes(self) -> int:
@@ -84,17 +79,10 @@ class RouterConfig:
 
     @property
     def _parts_bytes(self) -> int:
-        """The TF32 parts of B, two or one: a buffer for each group of converter warps, two at least.
-
-        A group is as wide as splits a k-block in one round, if its seven warps suffice: half a column a thread,
-        or in MN-major layouts as small a part of one as they do for.
-        """
-        if self.layout == "nt":
-            threads = 2 * self.tile_n
-        else:
-            threads = self.tile_n * (4 if self.tile_n <= 56 else 2 if self.tile_n <= 112 else 1)
-        warps = min(ceil_div(threads, 32), 7)
-        buffers = max(min(7 // warps, 4), 2)
+        """The TF32 parts of B, two or one: a buffer for each group of converter warps, and as many as are in use."""
+        share = 2 if self.layout == "nt" else _threads_of_column(self.tile_n)
+        groups = min(7 // min(ceil_div(share * self.tile_n, 32), 7), 4)
+        buffers = max(groups, 3 if self.tile_n <= 64 else 2)
         return buffers * (2 if self.b_dtype == "f32" else 1) * self.tile_n * TILE_K * 4
 
     @property
@@ -103,15 +91,10 @@ class RouterConfig:
         return self.tile_m // 16 * 16 * (32 + 8) * 4 if self.cluster_k == 1 else 0
 
     @property
-    def _beside_bytes(self) -> int:
-        """What lies beside the stages; sharers hand over products by two buffers of a tile's size."""
-        shared = 2 * self.tile_m * self.tile_n * 4 if self.sharers == 2 else 0
-        return self._parts_bytes + self._slabs_bytes + shared
-
-    @property
     def num_stages(self) -> int:
-        """As many as fit beside all else."""
-        return min(12, (224 * 1024 - self._beside_bytes) // self._stage_bytes)
+        """As many as fit beside the parts and slabs."""
+        beside = self._parts_bytes + self._slabs_bytes
+        return min(12, (224 * 1024 - beside) // self._stage_bytes)
 
     @property
     def smem_bytes(self) -> int:
@@ -122,7 +105,18 @@ class RouterConfig:
             tile = self.tile_n * (self.tile_m + 4) * 4
         else:
             tile = self.tile_m * (_round_up(self.tile_n, 32) + 8) * 4
-        return max(self.num_stages * self._stage_bytes + self._beside_bytes, tile) + 256  # barriers
+        loop = self.num_stages * self._stage_bytes + self._parts_bytes + self._slabs_bytes
+        return max(loop, tile) + 256  # barriers
+
+
+def _threads_of_column(columns: int) -> int:
+    """Converter threads that share a column in an MN-major layout: as keep most of seven warps busy, in groups
+    that split a k-block in one round; many rather than few."""
+
+    def busy(threads: int) -> int:
+        return columns * threads * min(7 // ceil_div(columns * threads, 32), 4)
+
+    return max((1, 2, 4), key=lambda threads: (busy(threads), threads))
 
 
 # (tile_m, tile_n, cluster_k), the policies that csrc/instances.cmake builds.

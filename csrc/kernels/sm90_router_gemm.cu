@@ -10,8 +10,7 @@
 // A CTA makes a tile of kTileM x kTileN over its part of K, 32 steps ("a k-block") at a time. One
 // warp loads raw k-blocks by TMA into a ring of stages; groups of converter warps split B's into
 // two TF32 parts (tf32x3.cuh); one warpgroup for each 64 rows splits its rows of A in registers and
-// multiplies. The narrowest tiles, where that split is most of the work, have two warpgroups, which
-// take every other k-block. Within a k-block the small products come first and the
+// multiplies. Within a k-block the small products come first and the
 // large ones last, all in one accumulator, which is then added to the sum in FP32: tensor cores
 // truncate when they accumulate (a bf16 GEMM on an H200 loses 3e-6 over K = 6144), and so lose next
 // to nothing: 1.7e-7 in all.
@@ -64,12 +63,7 @@ struct RouterConfig {
   using RawA = RawA<kMajorA, kTileM>;
   using RawB = RawB<kMajorB, kF32, kTileN>;
 
-  // A warpgroup multiplies 64 rows; two share them, and take every other k-block, in the narrowest
-  // tiles (forward of 64 tokens, H200: 8.4 us instead of 8.9).
-  static constexpr int kSharers = kTileM == 64 && kTileN <= 32 ? 2 : 1;
-  static constexpr int kRowThreads = kTileM / kAtomM * 128;
-  static constexpr int kRowWarps = kRowThreads / 32;
-  static constexpr int kMathThreads = kRowThreads * kSharers;
+  static constexpr int kMathThreads = kTileM / kAtomM * 128;
   static constexpr int kMathWarps = kMathThreads / 32;
   static constexpr int kOtherWarps = 8;  // one loads, the others convert
   static constexpr int kThreads = kMathThreads + kOtherWarps * 32;
@@ -77,22 +71,21 @@ struct RouterConfig {
   // each with a buffer of its own.
   static constexpr int kConverterWarps = min_of(ceil_div(RawB::kItems, 32), kOtherWarps - 1);
   static constexpr int kConverterGroups = min_of((kOtherWarps - 1) / kConverterWarps, 4);
-  // Whether registers suffice for the fragments of two k-blocks.
-  static constexpr bool kAhead = kTileN <= (kF32 ? 96 : 80);
-  static constexpr bool kTurns = !kAhead;
-  // Of a thread, where two math warpgroups need more than their share of 128.
-  static constexpr bool kReallocate = kMathThreads == 256;
-  static constexpr int kMathRegisters = kTileN > 128 ? 216 : kTileN > (kF32 ? 80 : 96) ? 208 : 184;
-  static constexpr int kOtherRegisters = 256 - kMathRegisters;
+  // Whether registers suffice for the fragments and products of two k-blocks.
+  static constexpr bool kAhead = kTileN <= 64;
+  // Of a thread. A launch has 128 for each of 512, or 168 for each of 384.
+  static constexpr int kMathRegisters = kTileM == 64                   ? 240
+                                        : kTileN == 64 || kTileN > 128 ? 216
+                                                                       : 208;
+  static constexpr int kOtherRegisters = kTileM == 64 ? 128 : 256 - kMathRegisters;
 
   static constexpr int kStageBytes = ceil_div(RawA::kBytes + RawB::kBytes, 1024) * 1024;
   static constexpr int kLoadBytes = RawA::kBytes + RawB::kBytes;
   static constexpr int kPartBytes = kTileN * 128;
   static constexpr int kPartsBytes = (kF32 ? 2 : 1) * kPartBytes;
-  static constexpr int kPartsBuffers = max_of(kConverterGroups, 2);
-  static constexpr int kSlabsBytes = kClusterK == 1 ? kRowWarps * kSlabBytes : 0;
-  static constexpr int kSharedBytes = kSharers == 1 ? 0 : 2 * kTileM * kTileN * 4;
-  static constexpr int kBudget = 224 * 1024 - kSlabsBytes - kSharedBytes;
+  static constexpr int kPartsBuffers = max_of(kConverterGroups, kAhead ? 3 : 2);
+  static constexpr int kSlabsBytes = kClusterK == 1 ? kMathWarps * kSlabBytes : 0;
+  static constexpr int kBudget = 224 * 1024 - kSlabsBytes;
   static constexpr int kStages = min_of(12, (kBudget - kPartsBuffers * kPartsBytes) / kStageBytes);
 
   // A cluster's finished tile reuses the stages: rows are experts' or tokens', as in d, padded
@@ -104,14 +97,13 @@ struct RouterConfig {
 
   static constexpr int kParts = kStages * kStageBytes;
   static constexpr int kSlabs = kParts + kPartsBuffers * kPartsBytes;
-  static constexpr int kShared = kSlabs + kSlabsBytes;
-  static constexpr int kBarriers = max_of(kShared + kSharedBytes, kTileBytes);
+  static constexpr int kBarriers = max_of(kSlabs + kSlabsBytes, kTileBytes);
   static constexpr int kSmemBytes = kBarriers + kBarrierBytes;
 
   static_assert(kTileM == 128 || (kTileM == 64 && kAhead), "a math warpgroup has 64 rows");
   static_assert(kF32 || kLayout != Layout::nn, "w is f32");
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory at most");
-  static_assert(kStages >= max_of(kConverterGroups, 2), "a group steps over the others' stages");
+  static_assert(kStages >= max_of(kConverterGroups, 3), "a group steps over the others' stages");
   static_assert(kTileRows % kClusterK == 0, "each rank of the cluster stores as many rows");
 };
 
@@ -173,8 +165,92 @@ __device__ __forceinline__ void multiply_k_block(float (&acc)[Config::kTileN / 2
   ptx::wgmma_commit_group();
 }
 
-// Two math warpgroups that multiply in turns: barrier 2 is the first one's turn, 3 the second's.
+// Where a math thread stands in the rings: the raw k-block that it takes next, and those of raw
+// k-blocks and of parts that it lets go next.
 template <class Config>
+struct MathState {
+  StageState<Config::kStages> raw, multiplied;
+  StageState<Config::kPartsBuffers> parts, added;
+};
+
+// A math warpgroup's pieces of a k-block: A's fragments, the start of its products, and their end.
+template <class Config>
+struct MathSteps {
+  static constexpr int kCount = Config::kTileN / 2;
+  using Products = float[kCount];
+
+  const RouterBarriers<Config>& barriers;
+  const typename Config::RawA& raw;
+  u32 smem;
+  int lane;
+  MathState<Config>& state;
+
+  __device__ __forceinline__ void load(Fragments& a) const {
+    wait(barriers.full(state.raw.stage), state.raw.phase);
+    raw.load(a, smem + state.raw.stage * Config::kStageBytes);
+    state.raw.advance();
+  }
+
+  __device__ __forceinline__ void start(Products& products, const Fragments& a) const {
+    const u32 parts = smem + Config::kParts + state.parts.stage * Config::kPartsBytes;
+    if (Config::kAhead) await_parts();
+    multiply_k_block<Config>(products, a, parts);
+    // Only now is the raw k-block free: products are issued when their registers have been loaded,
+    // but an arrival behind the loads would overtake them (seen as one wrong result in a thousand).
+    if (lane == 0) ptx::mbarrier_arrive(barriers.empty(state.multiplied.stage));
+    state.multiplied.advance();
+    state.parts.advance();
+  }
+
+  __device__ __forceinline__ void await_parts() const {
+    wait(barriers.parts_full(state.parts.stage), state.parts.phase);
+  }
+
+  __device__ __forceinline__ void add(Products& sum, const Products& products) const {
+    if (lane == 0) ptx::mbarrier_arrive(barriers.parts_empty(state.added.stage));
+    state.added.advance();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum[i] += products[i];
+  }
+};
+
+// sum[64, kTileN] of a tile's k-blocks, the next k-block's products under way while one's are
+// added.
+template <class Config>
+__device__ __forceinline__ void multiply_ahead(float (&sum)[Config::kTileN / 2],
+                                               const MathSteps<Config>& steps, int k_blocks) {
+  if (k_blocks == 0) return;
+  float even[Config::kTileN / 2], odd[Config::kTileN / 2];
+  Fragments even_a, odd_a;
+  steps.load(even_a);
+  steps.start(even, even_a);
+  if (k_blocks > 1) steps.load(odd_a);
+  // The products of k_block are under way, the fragments of the next one at hand.
+  int k_block = 0;
+#pragma unroll 1
+  for (; k_block + 2 < k_blocks; k_block += 2) {
+    steps.start(odd, odd_a);
+    ptx::wgmma_wait_group<1>();
+    steps.add(sum, even);
+    steps.load(even_a);
+    steps.start(even, even_a);
+    ptx::wgmma_wait_group<1>();
+    steps.add(sum, odd);
+    if (k_block + 3 < k_blocks) steps.load(odd_a);
+  }
+  if (k_block + 1 < k_blocks) {
+    steps.start(odd, odd_a);
+    ptx::wgmma_wait_group<1>();
+    steps.add(sum, even);
+    ptx::wgmma_wait_group<0>();
+    steps.add(sum, odd);
+  } else {
+    ptx::wgmma_wait_group<0>();
+    steps.add(sum, even);
+  }
+}
+
+// Two math warpgroups that multiply in turns: barrier 2 is the first one's turn, 3 the second's.
 __device__ __forceinline__ void await_turn(int warpgroup) {
   if (warpgroup == 0) {
     ptx::bar_sync(2, 256);
@@ -183,7 +259,6 @@ __device__ __forceinline__ void await_turn(int warpgroup) {
   }
 }
 
-template <class Config>
 __device__ __forceinline__ void pass_turn(int warpgroup) {
   if (warpgroup == 0) {
     ptx::bar_arrive(3, 256);
@@ -192,80 +267,23 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
   }
 }
 
-// A math warpgroup: sum[64, kTileN] of a tile's k-blocks, of which the CTA made `before` already.
-// What is not multiplication overlaps with it: a k-block's fragments are made while the one before
-// it multiplies, or, where registers do not suffice for both, the two warpgroups take turns to
-// multiply.
-//
-// Of two sharers the second (`share` 1) hands its products to the first, which adds all of them in
-// the order of the k-blocks, as where nothing is shared; `buffer` is the one that it uses next.
-// `last` says that no tile follows.
+// The same where registers do not suffice for that: one warpgroup makes fragments and adds products
+// while the other one multiplies. `last` says that no tile follows.
 template <class Config>
-__device__ __forceinline__ void multiply(float (&sum)[Config::kTileN / 2],
-                                         const RouterBarriers<Config>& barriers, u32 smem,
-                                         const typename Config::RawA& raw, int share, int warpgroup,
-                                         int lane, int before, int k_blocks, bool last,
-                                         u32& buffer) {
-  constexpr int kCount = Config::kTileN / 2, kSharers = Config::kSharers;
-  const u32 shared = smem + Config::kShared + threadIdx.x % Config::kRowThreads * 16;
-  auto in = StageState<Config::kStages>::at(before + share), multiplied = in;
-  auto parts = StageState<Config::kPartsBuffers>::at(before + share);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
-  Fragments fragments[2];
-  const auto load = [&](Fragments& a) {
-    wait(barriers.full(in.stage), in.phase);
-    raw.load(a, smem + in.stage * Config::kStageBytes);
-    in.advance(kSharers);
-  };
-  const auto step = [&](Fragments& a, Fragments& next, int k_block) {
-    if (!Config::kAhead) load(a);
-    float acc[kCount];
-    wait(barriers.parts_full(parts.stage), parts.phase);
-    if (Config::kTurns) await_turn<Config>(warpgroup);
-    multiply_k_block<Config>(acc, a, smem + Config::kParts + parts.stage * Config::kPartsBytes);
-    // Only now is the raw k-block free: products are issued when their registers have been loaded,
-    // but an arrival behind the loads would overtake them (seen as one wrong result in a thousand).
-    if (lane == 0) ptx::mbarrier_arrive(barriers.empty(multiplied.stage));
-    multiplied.advance(kSharers);
-    if (Config::kTurns && (warpgroup == 0 || !last || k_block + 1 < k_blocks)) {
-      pass_turn<Config>(warpgroup);
-    }
-    if (Config::kAhead && k_block + kSharers < k_blocks) load(next);
-    ptx::wgmma_wait_group<0>();
-    if (lane == 0) ptx::mbarrier_arrive(barriers.parts_empty(parts.stage));
-    parts.advance(kSharers);
-    if (share == 0) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) sum[i] += acc[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        ptx::st_shared_v4_u32(shared + buffer + i * Config::kRowThreads * 4,
-                              __float_as_uint(acc[i]), __float_as_uint(acc[i + 1]),
-                              __float_as_uint(acc[i + 2]), __float_as_uint(acc[i + 3]));
-      }
-    }
-    if (kSharers == 2 && k_block - share + 1 < k_blocks) {
-      // Two buffers in turn: the one that is written now was read before the last barrier.
-      ptx::bar_sync(1, 256);
-      if (share == 0) {
-#pragma unroll
-        for (int i = 0; i < kCount; i += 4) {
-          const float4 other = ptx::ld_shared_v4_f32(shared + buffer + i * Config::kRowThreads * 4);
-          sum[i] += other.x, sum[i + 1] += other.y, sum[i + 2] += other.z, sum[i + 3] += other.w;
-        }
-      }
-      buffer = Config::kSharedBytes / 2 - buffer;
-    }
-  };
-  if (Config::kAhead && k_blocks > share) load(fragments[0]);
+__device__ __forceinline__ void multiply_in_turns(float (&sum)[Config::kTileN / 2],
+                                                  const MathSteps<Config>& steps, int k_blocks,
+                                                  int warpgroup, bool last) {
 #pragma unroll 1
-  for (int k_block = share; k_block < k_blocks; k_block += kSharers) {
-    step(fragments[0], fragments[1], k_block);
-    if (!Config::kAhead) continue;
-    k_block += kSharers;
-    if (k_block < k_blocks) step(fragments[1], fragments[0], k_block);
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    float products[Config::kTileN / 2];
+    Fragments fragments;
+    steps.load(fragments);
+    steps.await_parts();
+    await_turn(warpgroup);
+    steps.start(products, fragments);
+    if (warpgroup == 0 || !last || k_block + 1 < k_blocks) pass_turn(warpgroup);
+    ptx::wgmma_wait_group<0>();
+    steps.add(sum, products);
   }
 }
 
@@ -297,39 +315,37 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
   __syncthreads();
 
   if (warp < Config::kMathWarps) {
-    if constexpr (Config::kReallocate) ptx::setmaxnreg_inc<Config::kMathRegisters>();
-    const int share = warp / Config::kRowWarps, row_warp = warp % Config::kRowWarps;
-    const int row = row_warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
+    ptx::setmaxnreg_inc<Config::kMathRegisters>();
+    const int row = warp * 16 + fragment_row<Config::kMajorA>(lane / 4);
     const typename Config::RawA raw(row, lane % 4);
     const KRange<Config> range(K);
     TileRange<Config> tiles(M, N);
-    u32 buffer = 0;
-    int before = 0;
-    if (Config::kTurns && row_warp >= 4) pass_turn<Config>(1);
+    MathState<Config> state;
+    const MathSteps<Config> steps{barriers, raw, smem, lane, state};
+    if (!Config::kAhead && warp >= 4) pass_turn(1);
 #pragma unroll 1
     do {
-      float sum[Config::kTileN / 2];
-      multiply<Config>(sum, barriers, smem, raw, share, row_warp / 4, lane, before, range.k_blocks,
-                       tiles.last(), buffer);
-      before += range.k_blocks;
-      const Result result(d, ldd, output, Config::kTransposed ? N : M, Config::kTransposed ? M : N);
-      if (share == 0) {
-        bool finite = true;
-#pragma unroll
-        for (int i = 0; i < Config::kTileN / 2; ++i) finite &= is_finite(sum[i]);
-        if (!finite) {
-          multiply_add<Config>(sum, operands, tiles.m() + row, tiles.n() + lane % 4 * 2,
-                               range.first, min(range.first + range.k_blocks * kTileK, K));
-        }
-        if constexpr (Config::kClusterK == 1) {
-          store_sums<Config>(sum, smem + Config::kSlabs + row_warp * kSlabBytes,
-                             result.tile(tiles.m() + row_warp * 16, tiles.n()), lane);
-        }
+      float sum[Config::kTileN / 2] = {};
+      if constexpr (Config::kAhead) {
+        multiply_ahead<Config>(sum, steps, range.k_blocks);
+      } else {
+        multiply_in_turns<Config>(sum, steps, range.k_blocks, warp / 4, tiles.last());
       }
-      if constexpr (Config::kClusterK > 1) {
+      const Result result(d, ldd, output, Config::kTransposed ? N : M, Config::kTransposed ? M : N);
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < Config::kTileN / 2; ++i) finite &= is_finite(sum[i]);
+      if (!finite) {
+        multiply_add<Config>(sum, operands, tiles.m() + row, tiles.n() + lane % 4 * 2, range.first,
+                             min(range.first + range.k_blocks * kTileK, K));
+      }
+      if constexpr (Config::kClusterK == 1) {
+        store_sums<Config>(sum, smem + Config::kSlabs + warp * kSlabBytes,
+                           result.tile(tiles.m() + warp * 16, tiles.n()), lane);
+      } else {
         ptx::bar_sync(1,
                       Config::kMathThreads);  // the stages, which the tile reuses, have been read
-        if (share == 0) write_tile<Config>(sum, smem, row, lane % 4);
+        write_tile<Config>(sum, smem, row, lane % 4);
         cluster_sync_shared();
         store_tile<Config>(smem,
                            Config::kTransposed ? result.tile(tiles.n(), tiles.m())
@@ -338,7 +354,7 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
       }
     } while (tiles.advance());
   } else {
-    if constexpr (Config::kReallocate) ptx::setmaxnreg_dec<Config::kOtherRegisters>();
+    ptx::setmaxnreg_dec<Config::kOtherRegisters>();
     const int converter = warp - Config::kMathWarps - 1;
     TileRange<Config> tiles(M, N);
     const KRange<Config> range(K);

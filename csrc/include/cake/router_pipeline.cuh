@@ -40,11 +40,11 @@ struct RouterBarriers {
   // The same thread, which then synchronises with the others.
   __device__ __forceinline__ void init_others() const {
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(empty(stage), Config::kRowWarps + Config::kConverterWarps);
+      ptx::mbarrier_init(empty(stage), Config::kMathWarps + Config::kConverterWarps);
     }
     for (int buffer = 0; buffer < Config::kPartsBuffers; ++buffer) {
       ptx::mbarrier_init(parts_full(buffer), Config::kConverterWarps);
-      ptx::mbarrier_init(parts_empty(buffer), Config::kRowWarps);
+      ptx::mbarrier_init(parts_empty(buffer), Config::kMathWarps);
     }
     ptx::fence_mbarrier_init_release_cluster();
   }

@@ -197,10 +197,24 @@ struct RawB<Major::K, false, kColumns> {
   }
 };
 
-// MN-major, of either type: kRuns of at most 224 threads take a column, so many quads of it each.
+// How many threads share a column: as keep most of seven warps busy, in groups that split a k-block
+// in one round; many rather than few, since the first k-block is waited for.
+constexpr int threads_of_column(int columns) {
+  int best = 1, most = 0;
+  for (int threads = 1; threads <= 4; threads *= 2) {
+    const int groups = min_of(7 / ceil_div(columns * threads, 32), 4);
+    if (groups > 0 && columns * threads * groups >= most) {
+      most = columns * threads * groups;
+      best = threads;
+    }
+  }
+  return best;
+}
+
+// MN-major, of either type: kRuns threads take a column, a run of its quads each.
 template <int kColumns, bool kF32>
 struct RawBRows {
-  static constexpr int kRuns = kColumns <= 56 ? 4 : kColumns <= 112 ? 2 : 1;
+  static constexpr int kRuns = threads_of_column(kColumns);
   static constexpr int kItems = kColumns * kRuns;
 
   template <Major kMajorA, int kThreads>

@@ -19,6 +19,7 @@ from main_grad import (
 )
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -96,9 +97,10 @@ def test_fsdp_raises_unless_it_ignores_the_weight(one_rank: None) -> None:
     expected, (x, g) = case.weight.main_grad.clone(), case.batch()
     sharded = copy.deepcopy(case.fused)
     sharded.weight.main_grad = case.weight.main_grad.clone()
+    mesh = init_device_mesh("cpu", (1,))  # beside a GPU the default is not the CPU
     with pytest.raises(RuntimeError, match="which weight .* does not have"):
-        fully_shard(sharded)(x)
-    fully_shard(case.fused, ignored_params={case.weight})(x).backward(g)
+        fully_shard(sharded, mesh=mesh)(x)
+    fully_shard(case.fused, mesh=mesh, ignored_params={case.weight})(x).backward(g)
     case.add(expected, g, x)
     assert same_bits(case.weight.main_grad, expected)
 

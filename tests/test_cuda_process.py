@@ -1,4 +1,4 @@
-"""Where the CUDA backend runs: first uses in threads and processes, several GPUs, GPUs without kernels.
+"""Where the CUDA backend runs: first uses in threads and processes, GPUs without kernels.
 
 A test called after a case (h58, ..) is a defect that users of another package met once. Where a case needs a
 process whose first use of CUDA it is, the body of that process is a function ``process_..`` of this module.
@@ -41,27 +41,6 @@ from cake_ops.cuda.device import no_kernels_reason
 pytestmark = pytest.mark.gpu
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.mark.parametrize("current, used", [(0, 1), (1, 0)])
-@each_family
-def test_h58_operands_decide_the_device(family: str, current: int, used: int) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with torch.cuda.device(current):
-        p = small(family, device=f"cuda:{used}")
-        for name in p.products:
-            y = p.run(name)
-            assert y.device == p.x.device and torch.cuda.current_device() == current
-            with torch.cuda.device(used):
-                p.check(name, y)
-        results = p.step()
-        assert torch.cuda.current_device() == current
-        assert all(result.device == p.x.device for result in results)
-        with torch.cuda.device(used):
-            p.check_step(results)
-        with pytest.raises(RuntimeError, match="all tensors must be on one device"):
-            p.forward(p.x, p.w.to(f"cuda:{current}"))
 
 
 @pytest.fixture

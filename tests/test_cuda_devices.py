@@ -86,7 +86,8 @@ def test_h58_graphs_and_prepared_launches_stay_on_their_device(
     with torch.cuda.device(used):
         p.step()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The stream that torch captures on by default is of the device that captured first.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             results = p.step()
     with torch.cuda.device(current):
         for _ in range(2):

@@ -401,14 +401,20 @@ def test_host_judges_by_the_median_round():
 
 
 @pytest.mark.parametrize("limit, status", [(1e9, 0), (0.0, 1)])
-def test_host_checks_its_budgets(monkeypatch, capsys, limit, status):
+def test_host_checks_its_budgets(monkeypatch, capsys, tmp_path, limit, status):
     budgets = {mode: host.Budget("torch.mm", limit) for mode in host.NULL_BUDGETS}
     monkeypatch.setattr(host, "NULL_BUDGETS", budgets)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["host", "--rounds", "3", "--calls", "20", "--check"]) == status
+    file = tmp_path / "host.json"
+    assert (
+        main(["host", "--rounds", "3", "--calls", "20", "--check", "--json", f"{file}"]) == status
+    )
     out = capsys.readouterr().out
     assert len(re.findall(r"cake \d+\.\d+, torch\.mm \d+\.\d+; cake / torch\.mm", out)) == 4
     assert out.count("within the budget" if status == 0 else "OVER the budget") == 2
+    document = json.loads(file.read_text())
+    assert [row["within"] for row in document["rows"]] == [status == 0] * 2
+    assert set(document["meta"]) >= set(records.META_KEYS) and document["breakdown"] == {}
 
 
 def test_host_lets_the_arms_of_all_modes_take_turns_in_every_round():
@@ -418,7 +424,8 @@ def test_host_lets_the_arms_of_all_modes_take_turns_in_every_round():
         for mode in ("no grad", "grad")
     }
     budgets = dict.fromkeys(cases, host.Budget("torch.mm", 1e9))
-    assert host._report(cases, budgets, SimpleNamespace(rounds=8, calls=3))
+    rows = host._report("null kernels", cases, budgets, SimpleNamespace(rounds=8, calls=3))
+    assert [row["mode"] for row in rows] == list(cases) and all(row["within"] for row in rows)
     warm, rounds = calls[:12], calls[12:]
     assert len(rounds) == 8 * 12 and len(set(warm)) == 4
     for i in range(0, len(rounds), 12):
@@ -431,7 +438,10 @@ def test_host_shows_undisturbed_times_beside_what_it_judges(monkeypatch, capsys)
     monkeypatch.setattr(host, "rounds_us", lambda *_: us)
     budget = host.Budget("torch.mm", 2.5, 1.5)
     args = SimpleNamespace(rounds=20, calls=100)
-    assert not host._report({"grad": dict.fromkeys(("cake", "torch.mm"))}, {"grad": budget}, args)
+    cases = {"grad": dict.fromkeys(("cake", "torch.mm"))}
+    (row,) = host._report("grouped", cases, {"grad": budget}, args)
+    assert row["section"] == "grouped" and row["ratio"] == 3.0 and not row["within"]
+    assert row["undisturbed_us"] == {"cake": 4.0, "torch.mm": 2.0}
     judged, below = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     assert judged == (
         "grad cake 6.00, torch.mm 2.00; cake / torch.mm 3.00 (OVER the budget of 2.50, goal 1.50)"

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ import cake_ops
 from cake_ops.testing import null_kernels
 
 from .breakdown import breakdown, timed_parts, undisturbed
+from .devices import CpuDevice, CudaDevice, run_meta
 from .timing import arm_order
 
 __all__ = ["Budget", "add_arguments", "judge", "main", "rounds_us"]
@@ -60,23 +63,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=300, help="default %(default)s")
     parser.add_argument("--calls", type=int, default=100, help="a round (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="exit with 1 past a budget")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
 def main(args: argparse.Namespace) -> int:
+    cuda = torch.cuda.is_available()
+    meta = run_meta(CudaDevice() if cuda else CpuDevice())
     print(f"torch {torch.__version__}, cake_ops {cake_ops.__version__}, host us a call")
     print(f"{args.rounds} rounds of {args.calls} calls: medians, and undisturbed times below them")
     print("\nnull kernels on the CPU")
     with null_kernels():
-        within = _report(null_cases(), NULL_BUDGETS, args)
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        print(f"\nreal kernels on {name}: E 8, M 512, N 512, K 512")
-        within &= _report(cuda_cases(), CUDA_BUDGETS, args, torch.cuda.synchronize)
-        _report_breakdown("grouped_mm", cuda_cases()["no grad"]["cake"][1], args)
+        rows = _report("null kernels", null_cases(), NULL_BUDGETS, args)
+    parts: dict[str, dict[str, float]] = {}
+    if cuda:
+        print(f"\nreal kernels on {meta['gpu']}: E 8, M 512, N 512, K 512")
+        rows += _report("grouped", cuda_cases(), CUDA_BUDGETS, args, torch.cuda.synchronize)
+        parts |= _report_breakdown("grouped_mm", cuda_cases()["no grad"]["cake"][1], args)
         print("\nFP32 router: T 64, H 1024, N 256, no grad")
-        within &= _report(router_cases(), ROUTER_BUDGETS, args, torch.cuda.synchronize)
-        _report_breakdown("router_mm", router_cases()["fwd"]["cake"][1], args)
-    return int(args.check and not within)
+        rows += _report("router", router_cases(), ROUTER_BUDGETS, args, torch.cuda.synchronize)
+        parts |= _report_breakdown("router_mm", router_cases()["fwd"]["cake"][1], args)
+    if args.json is not None:
+        document = {"meta": meta, "rows": rows, "breakdown": parts}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return int(args.check and not all(row["within"] for row in rows))
 
 
 def null_cases() -> dict[str, dict[str, Call]]:
@@ -172,27 +181,39 @@ def judge(us: Mapping[str, Sequence[float]], budget: Budget) -> tuple[float, boo
 
 
 def _report(
+    section: str,
     cases: Mapping[str, Mapping[str, Call]],
     budgets: Mapping[str, Budget],
     args: argparse.Namespace,
     synchronize: Callable[[], None] = lambda: None,
-) -> bool:
-    """Print two lines per mode; return whether all are within their budgets."""
+) -> list[dict[str, Any]]:
+    """Print two lines per mode, and return what they say."""
     arms = {(mode, arm): call for mode, calls in cases.items() for arm, call in calls.items()}
     measured = rounds_us(arms, args.calls, args.rounds, synchronize)
-    within_all = True
+    rows = []
     for mode, calls in cases.items():
         us = {arm: measured[mode, arm] for arm in calls}
         budget = budgets[mode]
         ratio, within = judge(us, budget)
-        within_all &= within
         goal = "" if budget.goal is None else f", goal {budget.goal:.2f}"
         verdict = f" ({'within' if within else 'OVER'} the budget of {budget.limit:.2f}{goal})"
         medians = {arm: statistics.median(times) for arm, times in us.items()}
         least = {arm: undisturbed(times) for arm, times in us.items()}
         print(f"  {mode:8}", _line(medians, budget, ratio) + verdict)
         print(f"  {'':8}", _line(least, budget, least["cake"] / least[budget.yardstick]))
-    return within_all
+        rows.append(
+            {
+                "section": section,
+                "mode": mode,
+                "median_us": medians,
+                "undisturbed_us": least,
+                "yardstick": budget.yardstick,
+                "ratio": ratio,
+                "limit": budget.limit,
+                "within": within,
+            }
+        )
+    return rows
 
 
 def _line(us: Mapping[str, float], budget: Budget, ratio: float) -> str:
@@ -200,13 +221,16 @@ def _line(us: Mapping[str, float], budget: Budget, ratio: float) -> str:
     return f"{times}; cake / {budget.yardstick} {ratio:.2f}"
 
 
-def _report_breakdown(op: str, tensors: tuple[Tensor, ...], args: argparse.Namespace) -> None:
-    """Print where an eager call's host time goes, if the device has kernels of ours."""
+def _report_breakdown(
+    op: str, tensors: tuple[Tensor, ...], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Print where an eager call's host time goes, if the device has kernels of ours, and return it by ``op``."""
     if cake_ops.explain(op, *tensors).path != "kernel":
-        return
+        return {}
     parts, held = timed_parts(op, tensors)
-    us = rounds_us(parts, args.calls, args.rounds, torch.cuda.synchronize)
+    shares = breakdown(rounds_us(parts, args.calls, args.rounds, torch.cuda.synchronize))
     del held
     print(f"  of a call of {op} without grad, undisturbed:")
-    for part, time_us in breakdown(us).items():
+    for part, time_us in shares.items():
         print(f"    {part:16} {time_us:6.2f}")
+    return {op: shares}

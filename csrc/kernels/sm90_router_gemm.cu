@@ -16,7 +16,9 @@
 //
 // Three TF32 products take the tensor cores as long as six of bf16 parts (BF16x3), but the split is
 // half of the work, and the issue slots, not the tensor cores, are what a router runs out of:
-// BF16x3 was 7 to 15 % slower here, run against run.
+// BF16x3 was 7 to 15 % slower here, run against run. Pairs of FP16 numbers, scaled for each row and
+// k-block, would need half of the tensor time of TF32, but a large number that meets a zero (what a
+// padded token holds) would take the bits of all others in its k-block.
 //
 // Without a cluster, a CTA goes on to the tile gridDim.x further: the next tile's k-blocks are
 // loaded and split while this one's sums are stored.
@@ -77,6 +79,9 @@ struct RouterConfig {
                                         : kTileN == 64 || kTileN > 128 ? 216
                                                                        : 208;
   static constexpr int kOtherRegisters = kTileM == 64 ? 128 : 256 - kMathRegisters;
+  static_assert(kMathThreads * kMathRegisters + kOtherWarps * 32 * kOtherRegisters <=
+                    65536 / kThreads / 8 * 8 * kThreads,
+                "more registers than a launch has are waited for forever");
 
   static constexpr int kStageBytes = ceil_div(RawA::kBytes + RawB::kBytes, 1024) * 1024;
   static constexpr int kLoadBytes = RawA::kBytes + RawB::kBytes;

@@ -90,7 +90,10 @@ class EmulatedRouterPlan:
         tiles = -(-M // self.tile_m) * -(-N // self.tile_n)
         ctas = self.grid * -(-rows // self.tile_rows) if self.tile_rows else self.grid
         assert ctas == tiles * self.cluster_k
-        assert self.max_ctas == 132 if self.cluster_k == 1 else self.max_ctas >= ctas
+        if self.cluster_k == 1:
+            assert self.max_ctas == router_routes.num_sms(0)
+        else:
+            assert self.max_ctas >= ctas
         maps = [with_rows(geometry, rows) for geometry in self.maps]
         operands = (b, a) if self.swapped else (a, b)
         expected = boxes(self.layout, self.b_dtype, self.tile_m, self.tile_n)

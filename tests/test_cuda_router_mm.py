@@ -31,6 +31,7 @@ from gpu import (
 from torch import Tensor
 
 import cake_ops
+from cake_ops.cuda import router_routes
 from cake_ops.cuda.router_config import LAYOUTS as PASSES
 from cake_ops.cuda.router_config import RouterConfig, all_configs, is_valid
 
@@ -175,6 +176,32 @@ def test_every_policy_at_every_size(force: Force, config: RouterConfig) -> None:
         a, b = operands_of(config, *sizes)
         assert cake_ops.explain(name, a, b).kernel == config.symbol
         check_forms(name, a, b)
+
+
+@pytest.fixture
+def two_sms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches as on a GPU with two SMs, so that small shapes are several tiles for each CTA."""
+    cake_ops.clear_caches()
+    monkeypatch.setattr(router_routes, "num_sms", lambda device: 2)
+    yield
+    cake_ops.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in all_configs() if c.cluster_k == 1], ids=lambda config: config.name
+)
+def test_small_shapes_of_several_tiles_a_cta(
+    force: Force, two_sms: None, config: RouterConfig
+) -> None:
+    """Three tiles for one CTA and two for the other, of odd and even numbers of k-blocks; Inf and NaN in first
+    and last ones."""
+    name = force(config)
+    for k in (8, 40, 72, 104, 264):
+        a, b = operands_of(config, 8, 4 * config.tile_n + 8, k)
+        explanation = cake_ops.explain(name, a, b)
+        assert explanation.kernel == config.symbol and explanation.grid == 2
+        check_forms(name, a, b)
+    check_special(name, operands_of(config, config.tile_m + 8, 2 * config.tile_n + 8, 72))
 
 
 @each_product

@@ -193,15 +193,24 @@ def two_sms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_small_shapes_of_several_tiles_a_cta(
     force: Force, two_sms: None, config: RouterConfig
 ) -> None:
-    """Three tiles for one CTA and two for the other, of odd and even numbers of k-blocks; Inf and NaN in first
-    and last ones."""
+    """Three tiles for one CTA and two for the other, of odd and even numbers of k-blocks, fewer and more than
+    stages; Inf and NaN in first and last ones; results that are stored four numbers at a time and one by one."""
     name = force(config)
-    for k in (8, 40, 72, 104, 264):
+    for k in (8, 40, 72, 104, 264, 424, 1000):
         a, b = operands_of(config, 8, 4 * config.tile_n + 8, k)
         explanation = cake_ops.explain(name, a, b)
         assert explanation.kernel == config.symbol and explanation.grid == 2
         check_forms(name, a, b)
     check_special(name, operands_of(config, config.tile_m + 8, 2 * config.tile_n + 8, 72))
+    for columns in (
+        8,
+        12,
+    ):  # with these and 16 around it, the rows of a BF16 result are in quads or not
+        a, b = operands_of(config, config.tile_m + 8, 2 * config.tile_n + columns, 72)
+        check_inside_a_buffer(name, a, b)
+        for out in unaligned(reference.PRODUCTS[name](a, b).shape):
+            getattr(cake_ops, name)(a, b, out=out)
+            check(name, out, a, b)
 
 
 @each_product
@@ -424,6 +433,15 @@ def check_special(name: str, pair: tuple[Tensor, Tensor]) -> None:
         kept = [row for row in range(rows) if row not in bad]
         assert same_bits(after[kept], before[kept]), (operand, special)
         assert not after[bad].isfinite().any()
+        if name != "router_mm":
+            low = getattr(cake_ops, name)(a, b, out_dtype=BF16)
+            assert_pattern_of_torch(name, low, a, b)
+        if name == "router_mm_wgrad":
+            start = torch.randn_like(result)
+            added = cake_ops.router_mm_wgrad_(start.clone(), a, b)
+            assert_pattern_of_torch(name, added, a, b)
+            finite = result.isfinite()
+            torch.testing.assert_close(added[finite], (start + result)[finite], rtol=1e-6, atol=1e-5)
 
 
 @each_mix
@@ -474,6 +492,15 @@ def surrounded(t: Tensor, columns: int) -> Tensor:
     stride = width + columns
     flat = torch.full(((rows + 64) * stride,), NAN, device=DEVICE).to(t.dtype)
     return flat.as_strided(t.shape, (stride, 1), 32 * stride).copy_(t)
+
+
+def unaligned(shape: torch.Size) -> Iterator[Tensor]:
+    """Results whose rows are not all multiples of four numbers, or do not begin at one."""
+    rows, columns = shape
+    for dtype in (FP32, BF16):
+        for offset, pitch in ((0, columns + 1), (1, columns), (2, columns + 2)):
+            buffer = torch.full((rows * pitch + offset,), NAN, device=DEVICE, dtype=dtype)
+            yield buffer[offset:].view(rows, pitch)[:, :columns]
 
 
 def check_inside_a_buffer(name: str, a: Tensor, b: Tensor) -> None:
@@ -564,6 +591,11 @@ def test_h24_tokens_beyond_2_to_the_31_elements() -> None:
     for rows in ends:
         check("router_mm_dgrad", dx[rows], p.g[rows], p.w)
     del dx
+    last = ends[-1]
+    p.x[-1, -1], p.g[-1, -1] = INF, NAN  # sums that are made again find their operands
+    assert_pattern_of_torch("router_mm", p.run("router_mm")[last], p.x[last], p.w)
+    assert_pattern_of_torch("router_mm_dgrad", p.run("router_mm_dgrad")[last], p.g[last], p.w)
+    p.x[-1, -1] = p.g[-1, -1] = 1
     p.g[100:-100] = 0  # so that the sum is short and its last rows count
     check("router_mm_wgrad", p.run("router_mm_wgrad"), *edges(p))
 

@@ -112,8 +112,9 @@ def test_cubin_holds_what_the_manifest_says(symbol: str) -> None:
 
     assert kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     threads = max_threads(sections[f".nv.info.{symbol}"])
-    # An SM has 65536 registers, given to a thread in eights: 168 for each of 384 threads.
-    assert kernel["registers"] <= 65536 // threads // 8 * 8, f"{threads} threads"
+    # An SM has 65536 registers, given to a thread in eights: 168 for each of 384 threads. The kernels deal all of
+    # them out anew by setmaxnreg, which would wait for any that are missing.
+    assert kernel["registers"] == 65536 // threads // 8 * 8, f"{threads} threads"
 
 
 # The build script

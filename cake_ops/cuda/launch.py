@@ -26,7 +26,7 @@ from .config import ROWS, TensorMapGeometry
 from .driver import bind_context, check, driver, kernel
 from .tensor_map import MapTable
 
-MAX_STREAMS = 64  # launch configurations kept by a plan: one a stream and, with tile_rows, grid
+MAX_STREAMS = 64  # launch configurations kept by a plan: one a stream and number of CTAs
 
 try:
     from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided
@@ -131,16 +131,18 @@ class Plan:
                 else:
                     map_out = find_out(to) or maps_out.add(to)
                     pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0], map_out[0])
-                key = stream = current_stream(device)
+                stream = current_stream(device)
+                ctas = grid
                 if tile_rows:
-                    key = stream, -(-rows // tile_rows)
-                config = configs.get(key)
+                    ctas *= -(-rows // tile_rows)
+                if max_ctas and ctas > max_ctas:
+                    ctas = max_ctas
+                config = configs.get((stream, ctas))
                 if config is None:
                     if len(configs) >= MAX_STREAMS:
                         configs.clear()
-                    ctas = grid * key[1] if tile_rows else grid
-                    ctas = min(ctas, max_ctas or ctas)
-                    config = configs[key] = _new_config(ctas, threads, smem_bytes, stream)
+                    config = _new_config(ctas, threads, smem_bytes, stream)
+                    configs[stream, ctas] = config
                 (status,) = launch(config, handle, block[1], 0)
                 if status:  # a thread without a context, or a real failure, which comes again
                     bind_context(device)

@@ -31,8 +31,8 @@
 // is made again by FP32 multiply-adds from global memory. The others keep their bits.
 //
 // Launch: kThreads threads; grid = tiles of M (fastest) x tiles of N x kClusterK (cluster
-// dimensions are compiled in), or any fewer CTAs without a cluster; dynamic shared memory as
-// `smem_bytes` in cake_ops/cuda/router_config.py. Parameters:
+// dimensions are compiled in), or fewer CTAs without a cluster, never more; dynamic shared memory
+// as `smem_bytes` in cake_ops/cuda/router_config.py. Parameters:
 //   map_a  nt, nn  f32   dims (K, M)  box (32, kTileM)  128B swizzle
 //          tn      f32   dims (M, K)  box (32, 32)      128B
 //   map_b  nt      f32   dims (K, N)  box (32, kTileN)  128B
@@ -107,7 +107,11 @@ struct RouterConfig {
   static_assert(kTileM == 128 || (kTileM == 64 && kAhead), "a math warpgroup has 64 rows");
   static_assert(kF32 || kLayout != Layout::nn, "w is f32");
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory at most");
-  static_assert(kStages >= max_of(kConverterGroups, 2), "a group steps over the others' stages");
+  // A group waits for the stages of its own k-blocks alone: what it finds in one must not be older.
+  static_assert(kStages % kConverterGroups == 0 || kStages >= kConverterGroups + kPartsBuffers,
+                "the other groups' k-blocks that a stage held before have been split");
+  static_assert(kStages >= 2 && 16 * (kStages + kPartsBuffers) <= kBarrierBytes,
+                "two barriers each");
   static_assert(kTileRows % kClusterK == 0, "each rank of the cluster stores as many rows");
 };
 

@@ -49,8 +49,6 @@ struct RouterBarriers {
     ptx::fence_mbarrier_init_release_cluster();
   }
 };
-static_assert(8 * (2 * 12 + 2 * 4) <= kBarrierBytes, "room of the barriers");
-
 __device__ __forceinline__ void wait(u32 bar, u32 parity) {
   while (!ptx::mbarrier_try_wait_parity(bar, parity)) {
   }

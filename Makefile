@@ -7,7 +7,8 @@
 #
 #   PYTHON     an interpreter to install into instead
 #   TORCH      what to install where torch is missing; a bare "torch" takes a CUDA build of several GB
-#   PIP_FLAGS  for pip install, such as "--no-build-isolation --no-deps" on a machine without a network
+#   PIP_FLAGS  for pip install, such as "--no-build-isolation --no-deps" on a machine without a network, which
+#              then has scikit-build-core, cmake, ninja and an nvcc already
 
 TORCH ?= torch==2.13.0
 

@@ -1,5 +1,5 @@
 # What is built: every kernel of csrc/kernels/ with the configs it is compiled for. A config is a named
-# policy of the kernel's source; cake_ops/cuda/config.py has its host side and chooses among them.
+# policy of the kernel's source; its host side, which chooses among them, is in cake_ops/cuda/.
 
 cake_kernel(
   sm90_grouped_gemm # forward (nt) and data gradient (nn): layout of B, tile, cluster

@@ -107,7 +107,7 @@ def test_kernelized_experts_of_transformers(marked: None) -> None:
 
 
 def test_documentation_runs(tmp_path: Path) -> None:
-    text = (Path(__file__).resolve().parents[1] / "docs/kernels.md").read_text()
+    text = (Path(__file__).resolve().parents[1] / "docs/huggingface-kernels.md").read_text()
     (source,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
     assert "assert" in source
     (tmp_path / "snippet.py").write_text(source)

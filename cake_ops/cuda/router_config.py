@@ -110,8 +110,8 @@ class RouterConfig:
 
 
 def _threads_of_column(columns: int) -> int:
-    """Converter threads that share a column in an MN-major layout: as keep most of seven warps busy, in groups
-    that split a k-block in one round; many rather than few."""
+    """Returns how many converter threads share a column in an MN-major layout, 1, 2 or 4: the count that keeps
+    most of the 224 busy, in groups that split a k-block in one round; on a tie the larger."""
 
     def busy(threads: int) -> int:
         return columns * threads * min(7 // ceil_div(columns * threads, 32), 4)

@@ -30,9 +30,9 @@
 // A sum that is not finite (a number was Inf, NaN, or rounds to Inf in TF32, or the sum overflows)
 // is made again by FP32 multiply-adds from global memory. The others keep their bits.
 //
-// Launch: kThreads threads; grid = tiles of M (fastest) x tiles of N x kClusterK (cluster
-// dimensions are compiled in), or fewer CTAs without a cluster, never more; dynamic shared memory
-// as `smem_bytes` in cake_ops/cuda/router_config.py. Parameters:
+// Launch: kThreads threads; grid = kClusterK (fastest, a cluster) x tiles of M x tiles of N, or
+// without a cluster fewer CTAs, never more; dynamic shared memory as `smem_bytes` in
+// cake_ops/cuda/router_config.py. Parameters:
 //   map_a  nt, nn  f32   dims (K, M)  box (32, kTileM)  128B swizzle
 //          tn      f32   dims (M, K)  box (32, 32)      128B
 //   map_b  nt      f32   dims (K, N)  box (32, kTileN)  128B

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 FAMILIES = ("grouped_mm", "router_mm", "dense_mm", "batched_mm")
-OPERATORS = tuple(family + form for family in FAMILIES for form in ("", "_dgrad", "_wgrad"))
+SUFFIXES = ("", "_dgrad", "_wgrad")
+OPERATORS = tuple(family + suffix for family in FAMILIES for suffix in SUFFIXES)
+"""Every differentiable operator: the forward, the data gradient and the weight gradient of each family."""
+
 ENDS = (3, 3, 8)
 SHAPES = {  # x, w, g of y = x w^T; g has the shape of y
     "grouped_mm": ((10, 6), (3, 5, 6), (10, 5)),
@@ -23,7 +26,7 @@ SHAPES = {  # x, w, g of y = x w^T; g has the shape of y
 }
 
 
-class Problem(NamedTuple):
+class SmallProblem(NamedTuple):
     """An operator, the shapes of its two operands and of its result, and ``offs`` if it takes one."""
 
     name: str
@@ -69,12 +72,12 @@ class Problem(NamedTuple):
         return a @ b.mT
 
 
-def problem(name: str) -> Problem:
+def problem(name: str) -> SmallProblem:
     family, _, form = name.partition("_mm")
     x, w, g = SHAPES[f"{family}_mm"]
     a, b, result = {"": (x, w, g), "_dgrad": (g, w, x), "_wgrad": (g, x, w)}[form]
     offs = (torch.tensor(ENDS, dtype=torch.int32),) if family == "grouped" else ()
-    return Problem(name, a, b, result, offs)
+    return SmallProblem(name, a, b, result, offs)
 
 
 def _grouped_reference(name: str, a: Tensor, b: Tensor) -> Tensor:

@@ -18,9 +18,6 @@ import cake_ops
 
 NAN = float("nan")
 CANARY = 77.0
-FAMILIES = ("grouped_mm", "router_mm", "dense_mm", "batched_mm")
-SUFFIXES = ("", "_dgrad", "_wgrad")
-PRODUCTS = tuple(family + suffix for family in FAMILIES for suffix in SUFFIXES)
 BF16, INT32 = torch.bfloat16, torch.int32
 E, M, N, K = 3, 10, 40, 24  # of good_arguments
 

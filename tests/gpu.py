@@ -24,10 +24,10 @@ import cake_ops
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEVICE = torch.device("cuda")
-PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
+GROUPED_PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
 ROUTER_PRODUCTS = ("router_mm", "router_mm_dgrad", "router_mm_wgrad")
-FAMILIES = ("grouped_mm", "router_mm")  # those with kernels of their own
-EVERY_PRODUCT = (*PRODUCTS, *ROUTER_PRODUCTS)
+KERNEL_FAMILIES = ("grouped_mm", "router_mm")  # those with kernels of their own
+KERNEL_PRODUCTS = (*GROUPED_PRODUCTS, *ROUTER_PRODUCTS)
 
 # Hopper's tensor cores truncate their FP32 sums: 3.2e-6 after 6144 terms of zero mean on an H200.
 FP32_SUMS = 1e-5
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     @property
     def products(self) -> tuple[str, str, str]:
         """The forward, the data gradient and the weight gradient."""
-        return ROUTER_PRODUCTS if self.offs is None else PRODUCTS
+        return ROUTER_PRODUCTS if self.offs is None else GROUPED_PRODUCTS
 
     @property
     def present(self) -> tuple[Tensor, ...]:

@@ -212,6 +212,44 @@ def test_hooks_see_every_saved_tensor_once(name: str) -> None:
     assert all(map(torch.equal, actual, expected))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pack_hook_that_changes_its_input_is_refused(name: str) -> None:
+    """As by torch.mm, and before anything is launched."""
+    op = problem(name)
+    a, b = (t * 1 for t in op.operands())
+
+    def pack(t: Tensor) -> Tensor:
+        return t.add_(1) if t.is_floating_point() else t
+
+    with count_launches() as launches, saved_tensors_hooks(pack, lambda t: t):
+        for product in (
+            lambda: torch.mm(a[0:1].flatten(0, -2), b.flatten(0, -2).t()),
+            lambda: op(a, b),
+        ):
+            with pytest.raises(RuntimeError, match="pack hook.*in.place"):
+                product()
+    assert not launches
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pack_hook_may_call_operators_and_return_anything(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands()
+    expected = torch.autograd.grad(op(a, b).sum(), (a, b))
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> int:
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+            op(*op.operands()).sum().backward()
+        kept.append(t)
+        return len(kept) - 1
+
+    with saved_tensors_hooks(pack, kept.__getitem__):
+        y = op(a, b)
+    assert len(kept) == 2 + len(op.offs)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (a, b)), expected))
+
+
 def test_hooks_run_outside_grad_mode_before_the_launch() -> None:
     op = problem("grouped_mm")
     a, b = op.operands()
@@ -344,10 +382,13 @@ def test_deep_graph_is_freed_without_recursion() -> None:
     w = torch.randn(1, 2, 2, requires_grad=True)
     offs = torch.tensor([2], dtype=torch.int32)
     with null_kernels():
-        y = torch.ones(2, 2)
+        y = torch.ops.cake.grouped_mm(torch.ones(2, 2), w, offs)
+        first = weakref.ref(y)
         for _ in range(20_000):
             y = torch.ops.cake.grouped_mm(y, w, offs)
+        assert first() is not None
         del y
+        assert first() is None
 
 
 # Operators that write

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, OPERATORS, Problem, problem
+from families import FAMILIES, OPERATORS, SmallProblem, problem
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.graph import saved_tensors_hooks
@@ -66,12 +66,12 @@ def quiet_debug_log(monkeypatch: pytest.MonkeyPatch) -> None:
 Region = Callable[[Tensor, Tensor], Tensor]
 
 
-def silu_then(op: Problem) -> Region:
+def silu_then(op: SmallProblem) -> Region:
     """The operator as the last of a region: its first operand is computed in the region."""
     return lambda a, b: op(torch.nn.functional.silu(a), b)
 
 
-def block(op: Problem) -> Callable[..., Tensor]:
+def block(op: SmallProblem) -> Callable[..., Tensor]:
     """up -> silu * mul -> down, as in an expert or a gated MLP; ``down`` is the last saver."""
 
     def run(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def block(op: Problem) -> Callable[..., Tensor]:
     return run
 
 
-def block_operands(op: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def block_operands(op: SmallProblem) -> tuple[Tensor, Tensor, Tensor]:
     x, w = op.operands()
     *lead, n, k = w.shape
     up, down = (

@@ -6,13 +6,14 @@ operator and says which argument, what was wanted and what was got. What ``out``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from families import OPERATORS
 from forms import (
     CANARY,
-    PRODUCTS,
     E,
     K,
     M,
@@ -281,12 +282,12 @@ def test_h16_h18_bad_call_is_refused_alike_by_real_meta_and_fake(bad: Bad) -> No
         assert (arguments["out"] == CANARY).all()
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_calls_without_the_fault_are_served(product: str) -> None:
+@pytest.mark.parametrize("name", OPERATORS)
+def test_calls_without_the_fault_are_served(name: str) -> None:
     """What the rows of the table start from is right."""
-    arguments = good_arguments(product)
-    result = getattr(torch.ops.cake, product)(**arguments)
-    getattr(torch.ops.cake, f"{product}_out")(**arguments, out=result.fill_(CANARY))
+    arguments = good_arguments(name)
+    result = getattr(torch.ops.cake, name)(**arguments)
+    getattr(torch.ops.cake, f"{name}_out")(**arguments, out=result.fill_(CANARY))
     assert (result == 0).all()
 
 
@@ -340,6 +341,28 @@ def test_gemms_on_cuda_take_bf16(name: str, dtype: torch.dtype) -> None:
         f"cake::{name}: x must be bfloat16 on CUDA, got {dtype}; cast it (x.bfloat16()) or call under"
         " torch.autocast('cuda', dtype=torch.bfloat16)"
     )
+
+
+@pytest.mark.parametrize("make", ["fake", "negative", "out"])
+def test_prepare_takes_plain_tensors_only(make: str) -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    out = torch._neg_view(torch.empty(3, 5)) if make == "out" else None
+    if make == "fake":
+        mode = FakeTensorMode()
+        x, w = mode.from_tensor(x), mode.from_tensor(w)
+    if make == "negative":
+        x = torch._neg_view(x)
+        torch.testing.assert_close(cake_ops.dense_mm(x, w), x.resolve_neg() @ w.t())
+    with pytest.raises(RuntimeError, match="plain tensors, got a (FakeTensor|Tensor)"):
+        cake_ops.prepare("dense_mm", x, w, out=out)
+
+
+@pytest.mark.parametrize("function", [cake_ops.explain, cake_ops.prepare])
+def test_tensors_that_no_backend_has(function: Callable[..., object]) -> None:
+    with pytest.raises(RuntimeError, match="must be on a CPU or CUDA device, got no tensors"):
+        function("dense_mm")
+    with pytest.raises(RuntimeError, match="must be on a CPU or CUDA device, got meta"):
+        function("dense_mm", torch.empty(3, 4, device="meta"), torch.empty(5, 4, device="meta"))
 
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])

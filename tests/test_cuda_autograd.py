@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import assert_close, same_bits
-from gpu import BF16, DEVICE, FAMILIES, SIZES, Problem, gemms, kernels, problem, small, wait
+from gpu import BF16, DEVICE, KERNEL_FAMILIES, SIZES, Problem, gemms, kernels, problem, small, wait
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -21,7 +21,7 @@ import cake_ops
 
 pytestmark = pytest.mark.gpu
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", KERNEL_FAMILIES)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from forms import CANARY, LAYOUTS, NAN
 from gpu import (
     BF16,
     DEVICE,
-    PRODUCTS,
+    GROUPED_PRODUCTS,
     Problem,
     assert_borders,
     bordered,
@@ -48,7 +48,7 @@ def test_h08_operands_that_end_where_their_memory_ends() -> None:
 
 @pytest.mark.parametrize("k", [64, 72, 200])
 @pytest.mark.parametrize("n", [8, 72, 128, 136, 200])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GROUPED_PRODUCTS)
 def test_h19_nothing_is_written_beside_the_result(name: str, n: int, k: int) -> None:
     p = problem([97, 0, 64, 1, 138], n, k)
     expected = p.expected(name)
@@ -78,7 +78,7 @@ BAD_ENDS = {
 
 
 @pytest.mark.parametrize("ends", BAD_ENDS.values(), ids=BAD_ENDS)
-@pytest.mark.parametrize("name", [*PRODUCTS, "grouped_mm_wgrad_"])
+@pytest.mark.parametrize("name", [*GROUPED_PRODUCTS, "grouped_mm_wgrad_"])
 def test_bad_offsets_harm_nothing(name: str, ends: list[int]) -> None:
     """Ends are clamped to [0, M] and to the end before them, as tile_scheduler.cuh says."""
     p = problem([100] + [0] * (len(ends) - 1), 72, 136)
@@ -120,8 +120,9 @@ def test_check_offs_names_the_group(monkeypatch: pytest.MonkeyPatch, form: str) 
 
 @pytest.mark.parametrize(
     "name, options",
-    [(name, {}) for name in PRODUCTS] + [("grouped_mm_wgrad", {"out_dtype": torch.float32})],
-    ids=[*PRODUCTS, "grouped_mm_wgrad-fp32"],
+    [(name, {}) for name in GROUPED_PRODUCTS]
+    + [("grouped_mm_wgrad", {"out_dtype": torch.float32})],
+    ids=[*GROUPED_PRODUCTS, "grouped_mm_wgrad-fp32"],
 )
 def test_padded_rows_are_read_and_written_in_place(
     name: str, options: dict[str, torch.dtype]
@@ -139,7 +140,7 @@ def test_padded_rows_are_read_and_written_in_place(
     assert_borders(buffer)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GROUPED_PRODUCTS)
 def test_misaligned_operands_are_copied(name: str) -> None:
     p = problem([97, 0, 64, 1], 72, 136)
     a, b, offs = p.tensors(name)
@@ -159,7 +160,7 @@ def test_h23_h24_activations_beyond_2_to_the_31_elements() -> None:
     assert sum(sizes) == 524288 + 256 and sum(sizes[:15]) < 524288 < sum(sizes[:16])
     p = problem(sizes, 256, 4096)
     ends = p.offs.tolist()
-    for name in PRODUCTS[:2]:
+    for name in GROUPED_PRODUCTS[:2]:
         result = p.run(name)
         wait()
         for e in (0, 15, 16):
@@ -178,7 +179,7 @@ def test_h24_weights_beyond_2_to_the_31_elements() -> None:
     """E N K > 2^31 as operand (fwd, dgrad) and as result (wgrad): 10 GB."""
     p = problem([3, 0, 1, 2, 0, 1, 5, 0, 7], 16384, 16384, tail=2)
     assert p.w.numel() > 2**31
-    for name in PRODUCTS[:2]:
+    for name in GROUPED_PRODUCTS[:2]:
         check(p.run(name), p.expected(name))
     dw = p.run("grouped_mm_wgrad")
     wait()

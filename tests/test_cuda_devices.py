@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from forms import same_bits
-from gpu import FAMILIES, Problem, small
+from gpu import KERNEL_FAMILIES, Problem, small
 
 import cake_ops
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", KERNEL_FAMILIES)
 each_way = pytest.mark.parametrize("current, used", [(0, 1), (1, 0)])
 
 

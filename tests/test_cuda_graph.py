@@ -14,9 +14,9 @@ import torch
 from forms import NAN, same_bits
 from gpu import (
     DEVICE,
-    EVERY_PRODUCT,
-    FAMILIES,
     FP32,
+    KERNEL_FAMILIES,
+    KERNEL_PRODUCTS,
     OTHER_SIZES,
     SIZES,
     Problem,
@@ -37,7 +37,7 @@ from cake_ops.cuda.tensor_map import MAX_ADDRESSES
 
 pytestmark = pytest.mark.gpu
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", KERNEL_FAMILIES)
 
 
 def capture(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
@@ -79,7 +79,7 @@ def test_h17_replays_honour_new_values_and_offsets(family: str) -> None:
         p.check_step(results)
 
 
-@pytest.mark.parametrize("name", EVERY_PRODUCT)
+@pytest.mark.parametrize("name", KERNEL_PRODUCTS)
 def test_prepared_launch_in_a_graph(name: str) -> None:
     p = small_of(name)
     prepared = cake_ops.prepare(name, *p.tensors(name))
@@ -273,7 +273,7 @@ def process_step_after_a_warmup(family: str) -> None:
 
 PROCESSES = {
     f"{family}-{function.__name__.removeprefix('process_')}": (function, family)
-    for family in FAMILIES
+    for family in KERNEL_FAMILIES
     for function in (
         process_forward,
         process_step,

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from forms import LAYOUTS, NAN, same_bits
-from gpu import BF16, DEVICE, PRODUCTS, Problem, assert_repeats, check, problem, wait
+from gpu import BF16, DEVICE, GROUPED_PRODUCTS, Problem, assert_repeats, check, problem, wait
 from torch import Tensor
 
 import cake_ops
@@ -206,7 +206,7 @@ def test_h31_a_row_does_not_depend_on_the_number_of_rows() -> None:
         rows = torch.cat([torch.arange(size), torch.arange(65536, 65836)]).to(DEVICE)
         part = Problem(p.x[rows], p.w, p.g[rows], reference.offsets([size, 300], DEVICE))
         used.add(cake_ops.explain("grouped_mm", *part.tensors("grouped_mm")).kernel)
-        heads.append([part.run(name)[:16] for name in PRODUCTS[:2]])
+        heads.append([part.run(name)[:16] for name in GROUPED_PRODUCTS[:2]])
     assert len(used) > 1, "sizes that take different kernels are the point"
     for head in heads[1:]:
         assert all(same_bits(a, b) for a, b in zip(head, heads[0], strict=True))
@@ -215,8 +215,9 @@ def test_h31_a_row_does_not_depend_on_the_number_of_rows() -> None:
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
 @pytest.mark.parametrize(
     "name, options",
-    [(name, {}) for name in PRODUCTS] + [("grouped_mm_wgrad", {"out_dtype": torch.float32})],
-    ids=[*PRODUCTS, "grouped_mm_wgrad-fp32"],
+    [(name, {}) for name in GROUPED_PRODUCTS]
+    + [("grouped_mm_wgrad", {"out_dtype": torch.float32})],
+    ids=[*GROUPED_PRODUCTS, "grouped_mm_wgrad-fp32"],
 )
 def test_h32_500_repeats_have_the_same_bits(
     name: str, options: dict[str, torch.dtype], busy: bool

@@ -19,8 +19,8 @@ from forms import LAYOUTS, NAN, same_bits
 from gpu import (
     BF16,
     DEVICE,
-    EVERY_PRODUCT,
-    FAMILIES,
+    KERNEL_FAMILIES,
+    KERNEL_PRODUCTS,
     OTHER_SIZES,
     SIZES,
     Problem,
@@ -43,7 +43,7 @@ from cake_ops.cuda.tensor_map import MAX_ADDRESSES
 pytestmark = pytest.mark.gpu
 
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", KERNEL_FAMILIES)
 
 
 def results(p: Problem) -> list[Tensor]:
@@ -222,7 +222,7 @@ def test_deterministic_mode_changes_nothing(family: str) -> None:
 # Prepared launches and explanations
 
 
-@pytest.mark.parametrize("name", EVERY_PRODUCT)
+@pytest.mark.parametrize("name", KERNEL_PRODUCTS)
 def test_prepared_launch_allocates_nothing_and_takes_new_values(name: str) -> None:
     p = small_of(name)
     prepared = cake_ops.prepare(name, *p.tensors(name))
@@ -244,7 +244,7 @@ def test_prepare_refuses_what_would_be_copied(family: str) -> None:
         cake_ops.prepare(family, LAYOUTS["misaligned"](x), *others)
 
 
-@pytest.mark.parametrize("name", EVERY_PRODUCT)
+@pytest.mark.parametrize("name", KERNEL_PRODUCTS)
 def test_explain_names_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.undo()  # the poison is a kernel too
     p = small_of(name)

@@ -19,8 +19,8 @@ import torch
 from forms import NAN, same_bits
 from gpu import (
     BF16,
-    FAMILIES,
     FP32,
+    KERNEL_FAMILIES,
     SIZES,
     Problem,
     check,
@@ -40,7 +40,7 @@ from cake_ops.cuda.device import no_kernels_reason
 
 pytestmark = pytest.mark.gpu
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", KERNEL_FAMILIES)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def process_fork(family: str) -> None:
 
 PROCESSES = {
     f"{family}-{name}": (function, family)
-    for family in FAMILIES
+    for family in KERNEL_FAMILIES
     for name, function in (
         ("h59-backward-first", process_backward_first),
         ("h59-backward-after-warmup", process_backward_after_warmup),

@@ -441,7 +441,9 @@ def check_special(name: str, pair: tuple[Tensor, Tensor]) -> None:
             added = cake_ops.router_mm_wgrad_(start.clone(), a, b)
             assert_pattern_of_torch(name, added, a, b)
             finite = result.isfinite()
-            torch.testing.assert_close(added[finite], (start + result)[finite], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(
+                added[finite], (start + result)[finite], rtol=1e-6, atol=1e-5
+            )
 
 
 @each_mix

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from forms import LAYOUTS, NAN, SUFFIXES, Place, assert_all_forms, assert_close, same_bits, select
+from families import SUFFIXES
+from forms import LAYOUTS, NAN, Place, assert_all_forms, assert_close, same_bits, select
 from torch import Tensor
 
 import cake_ops

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, OPERATORS, Problem, problem
+from families import FAMILIES, OPERATORS, SmallProblem, problem
 from torch import Tensor
 
 import cake_ops
@@ -66,7 +66,7 @@ def distribute(mesh: DeviceMesh, t: Tensor, placement: Placement) -> DTensor:
     return distribute_tensor(t.detach(), mesh, [placement]).requires_grad_(t.requires_grad)
 
 
-def on_mesh(mesh: DeviceMesh, op: Problem) -> tuple[DTensor, ...]:
+def on_mesh(mesh: DeviceMesh, op: SmallProblem) -> tuple[DTensor, ...]:
     return tuple(distribute(mesh, t, R) for t in op.offs)
 
 

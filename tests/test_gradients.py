@@ -11,7 +11,8 @@ from itertools import pairwise
 import pytest
 import reference
 import torch
-from forms import FAMILIES, LAYOUTS, assert_close, same_bits
+from families import FAMILIES
+from forms import LAYOUTS, assert_close, same_bits
 from torch import Tensor
 
 import cake_ops

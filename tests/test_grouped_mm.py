@@ -24,6 +24,7 @@ from forms import (
 from torch import Tensor
 
 import cake_ops
+from cake_ops.cuda import fallback
 
 BF16 = torch.bfloat16
 PRODUCTS = ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad")
@@ -197,6 +198,20 @@ def test_bad_values_of_offs_raise_on_the_cpu_and_name_the_group(
         f"cake::{name}{form}: offs must satisfy 0 <= offs[0] <= .. <= offs[E-1] <= M = 8; {group}"
     )
     assert (out == CANARY).all()
+
+
+@pytest.mark.parametrize("ends", [[7, 7, 60, 65], [-3, 90, 20, 50], [30, 10, 70, 70], [0] * 4])
+def test_fallback_takes_offsets_as_the_kernels_do(
+    monkeypatch: pytest.MonkeyPatch, ends: list[int]
+) -> None:
+    """Bad ones are clamped to [0, M] and to the end before them: torch's own products trust them."""
+    monkeypatch.setattr(fallback, "announce", lambda device: None)
+    x, w = torch.randn(70, 39).bfloat16(), torch.randn(4, 41, 39).bfloat16()
+    offs = torch.tensor(ends, dtype=torch.int32)
+    y = torch.full((70, 41), float("nan")).bfloat16()
+    fallback.ragged_rows(y, x, w, offs)
+    expected = reference.grouped_mm(x, w, offs.clamp(0, 70).cummax(0).values)
+    assert reference.relative_error(y, expected) < reference.tolerance(torch.bfloat16)
 
 
 def test_h01_empty_experts_of_a_weight_gradient_are_zero(device: torch.device) -> None:

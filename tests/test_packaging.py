@@ -220,6 +220,22 @@ def test_missing_nvcc_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monkey
         script.find_nvcc("/nowhere/nvcc")
 
 
+# What is installed beside the kernels
+
+
+def test_type_checkers_are_told_of_the_hints() -> None:
+    assert (importlib.resources.files("cake_ops") / "py.typed").is_file()
+
+
+def test_a_wheel_leaves_the_measurements_out() -> None:
+    distribution = importlib.metadata.distribution("cake_ops")
+    if "_editable_" in str(distribution.files):
+        pytest.skip("an editable install uses the source tree, which has them")
+    files = {str(file) for file in distribution.files}
+    assert files >= {"cake_ops/py.typed", "cake_ops/meta/__init__.py", "cake_ops/bench/records.py"}
+    assert not [file for file in files if "bench/results" in file]
+
+
 # The metadata
 
 
@@ -249,6 +265,7 @@ def test_import_stays_within_budget(record_property: Any) -> None:
     seconds = min(float(run[0]) for run in runs)
     record_property("import_seconds", seconds)
     assert seconds < IMPORT_BUDGET_S
+    assert "cake_ops.nn" in runs[0]
     heavy = (
         "cuda.bindings",
         "cuda.core",

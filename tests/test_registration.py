@@ -11,6 +11,7 @@ import expecttest
 import pytest
 import torch
 from families import FAMILIES, OPERATORS, problem
+from forms import NAN, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -303,6 +304,28 @@ def test_h50_autocast_around_modules_and_their_checkpoint() -> None:
     assert launches["grouped_mm_wgrad"] == launches["router_mm_wgrad"] == 1
     for p in (x, *experts.parameters(), *gate.parameters()):
         assert p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autocast_casts_no_product_inside_a_writing_or_prepared_call(
+    name: str, dtype: torch.dtype
+) -> None:
+    """They have no autocast rule; the torch products that a backend makes of them must have none either."""
+    op = problem(name)
+    a, b = (t.float() for t in op.operands(a_grad=False, b_grad=False))
+    expected = op(a, b)
+    out = torch.full_like(expected, NAN)
+    prepared = cake_ops.prepare(name, a, b, *op.offs)
+    accumulate = getattr(cake_ops, f"{name}_", None)
+    total = torch.zeros_like(expected)
+    with torch.autocast("cpu", dtype=dtype):
+        getattr(cake_ops, name)(a, b, *op.offs, out=out)
+        launched = prepared.launch()
+        if accumulate is not None:
+            accumulate(total, a, b, *op.offs)
+    assert same_bits(out, expected) and same_bits(launched, expected)
+    assert accumulate is None or torch.equal(total, expected)
 
 
 # FLOPs

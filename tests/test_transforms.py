@@ -6,20 +6,34 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from families import FAMILIES, OPERATORS, problem
+from forms import good_arguments, result_dtypes
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cake_ops
-from cake_ops.testing import count_launches
+from cake_ops.testing import count_launches, null_kernels
+
+DIMENSIONS = {  # x, w, g
+    "grouped_mm": ("MK", "ENK", "MN"),
+    "router_mm": ("MK", "NK", "MN"),
+    "dense_mm": ("LMK", "NK", "LMN"),
+    "batched_mm": ("LMK", "LNK", "LMN"),
+}
+
+
+def family_of(name: str) -> str:
+    return name.partition("_mm")[0] + "_mm"
 
 
 def squared(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -77,6 +91,16 @@ def test_h36_vmap(name: str) -> None:
     expected = torch.stack([torch.func.grad(squared(op))(s, b) for s in each])
     assert torch.equal(grads, expected)
     torch.testing.assert_close(through, expected.movedim(0, 1))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_vmap_over_an_empty_batch(name: str) -> None:
+    op = problem(name)
+    a, b = op.operands(a_grad=False, b_grad=False)
+    empty = a.new_empty(0, *a.shape)
+    for dims, tensors in (((0, None), (empty, b)), ((1, 0), (empty.movedim(0, 1), b[None][:0]))):
+        y = torch.vmap(op, in_dims=dims)(*tensors)
+        assert y.shape == (0, *op.result) and y.dtype == op(a, b).dtype
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -174,12 +198,23 @@ def test_inference_mode(name: str) -> None:
         op(made_in_inference_mode, b)
 
 
+def test_inference_tensor_under_hooks_is_refused_as_by_autograd() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3, 4)
+    w = torch.randn(5, 4, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        for product in (lambda: torch.mm(x, w.t()), lambda: cake_ops.dense_mm(x, w)):
+            with pytest.raises(
+                RuntimeError, match="Inference tensors cannot be saved for backward"
+            ):
+                product()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_threads_agree(name: str) -> None:
     op = problem(name)
     a, b = op.operands()
     expected = torch.autograd.grad(op(a, b).sum(), (a, b))
-    wrong = []
 
     def work(hooks: bool) -> None:
         for _ in range(25):
@@ -188,15 +223,10 @@ def test_threads_agree(name: str) -> None:
                     y = op(a, b)
             else:
                 y = op(a, b)
-            if not all(map(torch.equal, torch.autograd.grad(y.sum(), (a, b)), expected)):
-                wrong.append(hooks)
+            assert all(map(torch.equal, torch.autograd.grad(y.sum(), (a, b)), expected))
 
-    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [True, False] * 2))  # raises what a thread has raised
 
 
 def test_backward_in_another_thread_than_forward() -> None:
@@ -207,6 +237,14 @@ def test_backward_in_another_thread_than_forward() -> None:
     thread.start()
     thread.join()
     assert torch.equal(a.grad, torch.autograd.grad(op(a, b).sum(), a)[0])
+
+
+def test_launches_of_several_threads_are_all_counted() -> None:
+    op = problem("dense_mm")
+    a, b = op.operands(a_grad=False, b_grad=False)
+    with null_kernels(), count_launches() as launches, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: [op(a, b) for _ in range(500)], range(4)))
+    assert launches["dense_mm"] == 2000
 
 
 # Subclasses, modes, fake tensors
@@ -291,6 +329,46 @@ def test_fake_and_meta_tensors(name: str) -> None:
     assert y.is_meta
     for t, leaf in zip(fake[:2], (a, b), strict=True):
         assert isinstance(t.grad, FakeTensor) and t.grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "letter"),
+    [(name, d) for name in OPERATORS for d in sorted({*"".join(DIMENSIONS[family_of(name)])})],
+)
+def test_any_dimension_may_be_unbacked(name: str, letter: str) -> None:
+    """Neither the checks, the result, nor the choice of a gradient's memory order branch on a size."""
+    x, w, g = DIMENSIONS[family_of(name)]
+    a, b, y = {"": (x, w, g), "_dgrad": (g, w, x), "_wgrad": (g, x, w)}[
+        name.removeprefix(family_of(name))
+    ]
+    op = problem(name)
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        unbacked = env.create_unbacked_symint()
+
+        def fake(letters: str, sizes: tuple[int, ...]) -> Tensor:
+            shape = [unbacked if d == letter else n for d, n in zip(letters, sizes, strict=True)]
+            return torch.empty(shape, dtype=op.dtype)
+
+        operands = [fake(a, op.a).requires_grad_(), fake(b, op.b).requires_grad_()]
+        offs = [fake("E", (3,)).int()] if op.offs else []
+        inputs = [t * 1 for t in operands]  # a gradient that reaches a leaf is compared with it
+        result = op.overload(*inputs, *offs)
+        assert list(result.shape) == list(fake(y, op.result).shape)
+        grads = torch.autograd.grad(result, inputs, fake(y, op.result))
+        assert [list(d.shape) for d in grads] == [list(t.shape) for t in inputs]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_null_kernels_make_results_of_the_real_geometry(name: str) -> None:
+    tensors = good_arguments(name)
+    overload = getattr(torch.ops.cake, name).default
+    for dtype in result_dtypes(name, torch.bfloat16):
+        options = {} if dtype == result_dtypes(name, torch.bfloat16)[0] else {"out_dtype": dtype}
+        real = overload(**tensors, **options)
+        with null_kernels():
+            null = overload(**tensors, **options)
+        assert (null.shape, null.dtype, null.stride()) == (real.shape, real.dtype, real.stride())
 
 
 # Tracers

@@ -13,6 +13,7 @@ The dispatcher reaches it through the backend key (``CPU``, ``CUDA``); the autog
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ class Op:
         overload: the ``OpOverload`` to call, to redispatch, and to register rules for.
         launch: the function of each device, keyed by the plain keyset of :data:`PLAIN`, so that one
             dictionary lookup both recognises plain eager mode and finds what to run.
-        explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call.
+        explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call, without running it.
         prepare: for each device, ``(out, *tensors) -> (launch, Explanation)`` of a checked call that
             writes ``out``.
         mutates: whether the operator writes into its argument ``out``.
@@ -113,5 +114,24 @@ OPS: dict[str, Op] = {op.name: op for op in map(Op, filter(None, SCHEMAS.splitli
 
 
 def operator_name(op: str | Callable[..., Any]) -> str:
-    """The name of an operator given by name, as public function, or as ``torch.ops.cake.<name>``."""
-    return op if isinstance(op, str) else getattr(op, "__name__", str(op)).split(".")[0]
+    """The name of an operator given by name, as public function, or as ``torch.ops.cake.<name>``.
+
+    Raises:
+        RuntimeError: another function, whatever its name: that of ``cake_ops.functional.grouped_mm`` and of
+            torch's own is ``grouped_mm`` too, and they take another weight layout.
+    """
+    if isinstance(op, str):
+        return op
+    given = f"{op.__module__}.{op.__qualname__}" if hasattr(op, "__qualname__") else repr(op)
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        given = f"torch.ops.{op}"
+        namespace, name = str(op).split(".")[:2]
+        if namespace == NAMESPACE:
+            return name
+    name = getattr(op, "__name__", "")
+    if getattr(sys.modules[__package__], name, None) is op:
+        return name
+    raise RuntimeError(
+        "cake_ops: op must be an operator's name, its public function cake_ops.<name> itself, or"
+        f" torch.ops.{NAMESPACE}.<name>, got {given}"
+    )

@@ -1,6 +1,7 @@
 """The logger ``cake_ops``: at level DEBUG it has one line for each new geometry of a call, saying what serves it.
 
-A line is written where a way is chosen and not where it is taken, so a repeated call writes nothing. The
+A line is written where a way is chosen and not where it is taken, so a repeated call writes nothing. Where a
+kernel runs on copies, a second line, "after the copy: ..", tells which one, if it is new for the copies. The
 backends that compute through torch choose nothing; they ask the logger at each call instead, 30 ns while
 it is off. ``CAKE_LOG=debug`` in the environment sets the level and prints the lines on stderr; a program
 that has its own handlers does ``logging.getLogger("cake_ops").setLevel(logging.DEBUG)``.
@@ -29,16 +30,19 @@ def describe(*call: Any) -> str:
 
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return getattr(value, "__name__", None) or str(value)
+        return str(value)
     strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
     device = f" {value.device}" if value.is_cuda else ""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}{device}"
 
 
-def log_route(name: str, call: tuple[Any, ...], explanation: Explanation) -> None:
-    """Writes the line of a route that was just made."""
+def log_route(
+    name: str, out: Tensor | None, call: tuple[Any, ...], explanation: Explanation
+) -> None:
+    """Writes the line of a route that was just made; ``out`` is the tensor of the caller that it writes."""
     if LOGGER.isEnabledFor(logging.DEBUG):
-        LOGGER.debug("%s(%s): %s", name, describe(*call), explanation)
+        result = "" if out is None else f" -> {describe(out)}"
+        LOGGER.debug("%s(%s)%s: %s", name, describe(*call), result, explanation)
 
 
 def log_torch(

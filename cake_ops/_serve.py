@@ -62,24 +62,33 @@ def serve(device: str, name: str, function: Compute, how: str) -> None:
 
     OPS[name].explain[device], OPS[name].prepare[device] = explain, prepare
     OPS[name].serve(device, launch)
-    serve_into(device, name, compute)
+    serve_into(device, name, compute, lambda *call: Explanation("torch", how))
 
 
-def serve_into(device: str, name: str, write: Compute) -> None:
-    """Registers the forms of ``name`` that write or add into a tensor of the caller, which they check."""
+def serve_into(device: str, name: str, write: Compute, explain: Callable[..., Explanation]) -> None:
+    """Registers the forms of ``name`` that write or add into a tensor of the caller, which they check.
+
+    ``explain`` takes the arguments of ``write``.
+    """
     problem = PROBLEMS[name]
 
-    def launch_out(*tensors: Tensor, out: Tensor, deterministic=True) -> None:
-        checked(f"{name}_out", out, False, tensors)
+    def forms(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def call_out(*tensors: Tensor, out: Tensor, deterministic=True) -> Any:
+            return checked(f"{name}_out", out, False, tensors)
 
-    def launch_accumulate(out: Tensor, *tensors: Tensor, deterministic=True) -> None:
-        checked(f"{name}_", out, True, tensors)
+        def call_accumulate(out: Tensor, *tensors: Tensor, deterministic=True) -> Any:
+            return checked(f"{name}_", out, True, tensors)
 
-    def checked(op: str, out: Tensor, accumulate: bool, tensors: tuple[Tensor, ...]) -> None:
-        problem.check_out(op, out, *tensors)
-        problem.check_no_overlap(op, out, *tensors)
-        write(op, out, accumulate, *tensors)
+        def checked(op: str, out: Tensor, accumulate: bool, tensors: tuple[Tensor, ...]) -> Any:
+            problem.check_out(op, out, *tensors)
+            problem.check_no_overlap(op, out, *tensors)
+            return function(op, out, accumulate, *tensors)
 
-    for suffix, form in (("_out", launch_out), ("_", launch_accumulate)):
+        return call_out, call_accumulate
+
+    for suffix, launch, explain_form in zip(
+        ("_out", "_"), forms(write), forms(explain), strict=True
+    ):
         if name + suffix in OPS:
-            OPS[name + suffix].serve(device, form)
+            OPS[name + suffix].serve(device, launch)
+            OPS[name + suffix].explain[device] = explain_form

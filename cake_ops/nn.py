@@ -125,24 +125,35 @@ class RouterLinear(nn.Linear):
 
     Args:
         args, kwargs: those of ``nn.Linear``.
+        deterministic: see :func:`cake_ops.router_mm`.
         fuse_wgrad_accumulation: whether the weight gradient is added to ``weight.main_grad``; see the module.
     """
 
-    deterministic: bool = True
-
-    def __init__(self, *args: Any, fuse_wgrad_accumulation: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        deterministic: bool = True,
+        fuse_wgrad_accumulation: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.deterministic = deterministic
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, fuse_wgrad_accumulation: bool = False
+        cls,
+        linear: nn.Linear,
+        *,
+        deterministic: bool = True,
+        fuse_wgrad_accumulation: bool = False,
     ) -> RouterLinear:
         """A gate that shares the parameters of ``linear``."""
         gate = cls(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
+            deterministic=deterministic,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             device="meta",
         )

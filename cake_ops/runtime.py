@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,42 +16,72 @@ from ._problem import PROBLEMS
 __all__ = ["Explanation", "Prepared", "clear_caches", "explain", "prepare", "warmup"]
 
 
-def _problem_name(op: str | Callable[..., Any]) -> str:
+def _name_among(names: Iterable[str], op: str | Callable[..., Any]) -> str:
     name = operator_name(op)
-    if name not in PROBLEMS:
-        raise RuntimeError(f"cake_ops: op must be one of {', '.join(PROBLEMS)}, got {name!r}")
+    if name not in names:
+        raise RuntimeError(f"cake_ops: op must be one of {', '.join(names)}, got {name!r}")
     return name
 
 
 def _device_key(tensors: tuple[Tensor, ...]) -> str:
-    devices = {str(t.device) for t in tensors}
-    key = tensors[0].device.type.upper() if tensors else "none"
+    are_tensors = all(isinstance(t, Tensor) for t in tensors)
+    key = tensors[0].device.type.upper() if tensors and are_tensors else "none"
     if key not in ("CPU", "CUDA"):
+        got = {str(t.device) if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
         raise RuntimeError(
             "cake_ops: the operator's tensors (positional) must be on a CPU or CUDA device, got"
-            f" {', '.join(sorted(devices)) or 'no tensors'}"
+            f" {', '.join(sorted(got)) or 'no tensors'}"
         )
     return key
+
+
+def _check_arguments(name: str, tensors: tuple[Tensor, ...], options: Iterable[str]) -> None:
+    """The operator takes as many tensors, has these options, and needs no other."""
+    schema, given = OPS[name].overload._schema, set(options)
+    named = [argument for argument in schema.arguments if argument.kwarg_only]
+    known = {argument.name for argument in named}
+    needed = {argument.name for argument in named if not argument.has_default_value()}
+    count = len(schema.arguments) - len(named)
+    if len(tensors) != count or not needed <= given <= known:
+        raise RuntimeError(
+            f"cake_ops: {schema} cannot be called with {len(tensors)} positional tensors and"
+            f" {'options ' + ', '.join(sorted(given)) if given else 'no options'}"
+        )
 
 
 def explain(op: str | Callable[..., Any], *tensors: Tensor, **options: Any) -> Explanation:
     """Says how a call would be served, without running it.
 
     Args:
-        op: an operator's name or public function, such as ``cake_ops.grouped_mm``. The forms that write
-            or add into ``out`` are served as the operator itself.
-        tensors: its arguments; only their geometry is looked at.
-        options: its keyword arguments, such as ``out_dtype``.
+        op: an operator's name, its public function, such as ``cake_ops.grouped_mm``, or
+            ``torch.ops.cake.<name>``. Another function of the same name is refused.
+        tensors: the call's tensors, in order; only their geometry is looked at. Those of a function that
+            adds, such as :func:`cake_ops.grouped_mm_wgrad_`, begin with ``out``.
+        options: the call's keyword arguments, such as ``out_dtype`` and ``out``.
 
     Returns:
-        An :class:`Explanation`; ``print`` shows it in a line. Arguments that the operator refuses raise
-        the operator's error.
+        An :class:`Explanation`; ``print`` shows it in a line.
+
+    Raises:
+        RuntimeError: the operator refuses the call, with the operator's message.
     """
-    return OPS[_problem_name(op)].explain[_device_key(tensors)](*tensors, **options)
+    name, device = _name_among(OPS, op), _device_key(tensors)
+    has_out = name in PROBLEMS and f"{name}_out" in OPS
+    out = options.pop("out", None) if has_out else None
+    _check_arguments(name, tensors, options)
+    if out is not None:
+        check_out_dtype(f"{name}_out", out, options.get("out_dtype"))
+        name, options = f"{name}_out", {"out": out}
+    return OPS[name].explain[device](*tensors, **options)
 
 
 class Prepared:
     """A launch with its arguments, made by :func:`prepare`; it keeps them alive.
+
+    Nothing stands between it and the backend: :func:`cake_ops.testing.count_launches` does not count it,
+    :func:`cake_ops.testing.null_kernels` does not replace it, :func:`cake_ops.profiling.ranges` and
+    ``CAKE_NVTX`` put no range around it, ``CAKE_CHECK_OFFS`` does not check its ``offs``, and autograd is
+    not told that ``out`` was written.
 
     Attributes:
         out: the tensor each launch writes.
@@ -69,7 +99,8 @@ class Prepared:
     def launch(self) -> Tensor:
         """Computes ``out`` from the present values of the tensors, on the current stream.
 
-        On CUDA it neither allocates nor waits, and can be captured in a CUDA graph.
+        Where ``explanation.path`` is ``"kernel"`` or ``"no kernel"`` it neither allocates nor waits, and can be
+        captured in a CUDA graph. Where it is ``"torch"``, it does what torch does.
         """
         self._launch()
         return self.out
@@ -85,17 +116,22 @@ def prepare(
     """Checks and plans a call once, to be launched many times on the same tensors with new values.
 
     Args:
-        op: an operator's name or public function.
+        op: an operator as for :func:`explain`, in the form that allocates its result.
         tensors: its arguments. Their storage must stay where it is.
         out_dtype, deterministic: the operator's options.
         out: where results go; by default a new tensor.
+
+    Returns:
+        A :class:`Prepared`, which says what its launches do and what they leave out.
 
     Raises:
         RuntimeError: the operator refuses the arguments, or no kernel can run on them as they lie on
             CUDA (the message says why; make them contiguous).
     """
-    name, device = _problem_name(op), _device_key(tensors)
+    name, device = _name_among(PROBLEMS, op), _device_key(tensors)
     problem = PROBLEMS[name]
+    options = {"out_dtype": out_dtype is not None, "deterministic": not deterministic}
+    _check_arguments(name, tensors, [option for option, is_set in options.items() if is_set])
     for t in (*tensors, *((out,) if out is not None else ())):
         if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg():
             raise RuntimeError(

@@ -51,7 +51,7 @@ def allocated(result: Result, a: Tensor) -> Tensor:
 
 
 def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
-    """The rules that cuTensorMapEncodeTiled has, and the L2 promotion of all maps."""
+    """The rules that cuTensorMapEncodeTiled has."""
     size = DTYPES[geometry.dtype].itemsize
     assert address % 16 == 0
     assert 1 <= geometry.rank <= 5
@@ -63,7 +63,6 @@ def assert_encodable(geometry: TensorMapGeometry, address: int) -> None:
     row = geometry.box[0] * size
     assert row % 16 == 0
     assert geometry.swizzle == "NONE" or row == SWIZZLE_BYTES[geometry.swizzle]
-    assert geometry.l2_promotion == "L2_256B"
 
 
 def through_map(geometry: TensorMapGeometry, address: int) -> Tensor:

@@ -65,7 +65,7 @@ def run(config: GroupedConfig, call: Call, start: Tensor) -> Tensor:
         assert cake_ops.explain(name, *tensors, out_dtype=dtype).kernel == config.symbol
         return cake_ops.grouped_mm_wgrad(*tensors, out_dtype=dtype)
     out = start.to(dtype, copy=True)
-    route = grouped_routes.into_route(grouped_routes.columns_add_route, out, *tensors)
+    route = grouped_routes.into_route(grouped_routes.wgrad_add_route, out, *tensors)
     assert route.explanation.kernel == config.symbol
     return cake_ops.grouped_mm_wgrad_(out, *tensors)
 

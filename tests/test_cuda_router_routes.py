@@ -142,6 +142,24 @@ def test_h09_nothing_to_multiply_launches_nothing(
     assert not emulated
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("hidden", [72, 71])
+def test_explain_of_a_writing_form_says_what_it_launches(
+    emulated: list[str], hidden: int, dtype: torch.dtype
+) -> None:
+    x, _, g = make(hidden=hidden)
+    out = torch.zeros(40, hidden, dtype=dtype)
+    added = cake_ops.explain(cake_ops.router_mm_wgrad_, out, g, x)
+    stored = cake_ops.explain(cake_ops.router_mm_wgrad, g, x, out=out)
+    assert not emulated and (out == 0).all()
+    cake_ops.router_mm_wgrad_(out, g, x)
+    assert added == stored and len(emulated) == 1
+    assert added.kernel == (emulated[0] if hidden == 72 else "")
+    assert added.path == ("kernel" if hidden == 72 else "kernel after a copy")
+    with pytest.raises(RuntimeError, match="cake::router_mm_wgrad_: out must not share memory"):
+        cake_ops.explain(cake_ops.router_mm_wgrad_, x[:40], g, x)
+
+
 def test_accumulation_of_no_tokens_keeps_the_bits() -> None:
     out = torch.tensor([[-0.0, NAN], [1.0, -0.0]])
     before = out.clone()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import cake_ops
 from cake_ops._problem import Problem
-from cake_ops.cuda import grouped_mm, grouped_routes
+from cake_ops.cuda import fallback, grouped_mm, grouped_routes
 from cake_ops.cuda.routes import CACHES, MAX_ROUTES
 
 BF16 = torch.bfloat16
@@ -144,6 +144,59 @@ def test_h13_odd_sizes_are_padded(emulated: list[str], name: str, n: int, k: int
     assert emulated
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_reason_of_a_copy_names_what_needs_it_and_nothing_else(name: str) -> None:
+    for n, k, odd in ((72, 39, {"K = 39"}), (71, 40, {"N = 71"}), (71, 39, {"N = 71", "K = 39"})):
+        reason = cake_ops.explain(name, *select(name, *make([7, 0, 64, 1], n=n, k=k))).reason
+        assert set(reason.split("; ")) == {f"{size} is no multiple of 8" for size in odd}
+    a, b, offs = select(name, *make([7, 0, 64, 1], n=72, k=40))
+    off = LAYOUTS["misaligned"]
+    first, second = ("x", "w") if name == "grouped_mm" else ("g", "w" if "dgrad" in name else "x")
+    out = off(reference.PRODUCTS[name](a, b, offs).to(BF16))
+    for call, options, copied in (
+        ((off(a), b, offs), {}, first),
+        ((a, off(b), offs), {}, second),
+        ((off(a), off(b), offs.repeat_interleave(2)[::2]), {}, f"{first}, {second}, offs"),
+        ((a, b, offs), {"out": out}, "out"),
+    ):
+        reason = cake_ops.explain(name, *call, **options).reason
+        assert reason == f"no unit stride or no 16-byte rows: {copied}"
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("way", ["padded", "copied", "zeros", "torch"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_result_is_new_to_autograd_on_every_way(
+    monkeypatch: pytest.MonkeyPatch, name: str, way: str, needs_grad: bool
+) -> None:
+    """A version above 0 would say that the result was written again after it was made."""
+    sizes = {"n": 72, "k": 39 if way == "padded" else 40}
+    rows = [7, 0, 64, 1]
+    if way == "zeros":
+        contracted = {"grouped_mm": "k", "grouped_mm_dgrad": "n"}.get(name)
+        sizes, rows = ({**sizes, contracted: 0}, rows) if contracted else (sizes, [0, 0])
+    a, b, offs = select(name, *make(rows, **sizes))
+    if way == "copied":
+        a, b = LAYOUTS["misaligned"](a), LAYOUTS["misaligned"](b)
+    if way == "torch":
+        monkeypatch.setattr(grouped_routes, "no_kernels_reason", lambda device: "no kernels for it")
+        monkeypatch.setattr(fallback, "announce", lambda device: None)
+        mm = torch.mm  # that of the CPU takes no out_dtype
+        monkeypatch.setattr(
+            torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype))
+        )
+    path = {"zeros": "no kernel", "torch": "torch"}.get(way, "kernel after a copy")
+    assert cake_ops.explain(name, a, b, offs).path == path
+    expected = reference.PRODUCTS[name](a, b, offs)
+    y = getattr(cake_ops, name)(a.requires_grad_(needs_grad), b, offs)
+    assert y._version == 0 and y.requires_grad == needs_grad
+    assert_close(y.detach(), expected)
+    out = torch.empty(expected.shape, dtype=BF16)
+    getattr(cake_ops, name)(a.detach(), b, offs, out=out)
+    assert out._version == 1, "one write, counted by the operator"
+    assert_close(out, expected)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operand", [0, 1])
 @pytest.mark.parametrize("n, k", [(72, 40), (63, 39)])
@@ -225,7 +278,43 @@ def test_explain_allocates_no_result(monkeypatch: pytest.MonkeyPatch, name: str)
     assert cake_ops.explain(name, *tensors).path == "kernel"
 
 
+@pytest.mark.parametrize("columns", [0, 3, 8])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_explain_of_a_writing_form_says_what_it_launches(
+    emulated: list[str], dtype: torch.dtype, columns: int
+) -> None:
+    """The kernel that adds is another one than the kernel that stores, and ``out`` may have to be copied."""
+    x, _, g, offs = make([7, 0, 64, 1], n=72, k=40)
+    out = torch.zeros(4, 72, 40 + columns, dtype=dtype)[..., :40]
+    added = cake_ops.explain(cake_ops.grouped_mm_wgrad_, out, g, x, offs)
+    stored = cake_ops.explain(cake_ops.grouped_mm_wgrad, g, x, offs, out=out)
+    assert not emulated and (out == 0).all()
+    cake_ops.grouped_mm_wgrad_(out, g, x, offs)
+    cake_ops.grouped_mm_wgrad(g, x, offs, out=out)
+    kind = "f32" if dtype == torch.float32 else "bf16"
+    for explanation, launched, how in zip((added, stored), emulated, ("add", "store"), strict=True):
+        assert f"_{kind}_{how}_" in launched
+        if columns == 3:
+            assert explanation.path == "kernel after a copy" and "out" in explanation.reason
+        else:
+            assert explanation.kernel == launched
+
+
 # Prepared launches
+
+
+def test_offs_of_a_prepared_launch_are_not_checked(
+    monkeypatch: pytest.MonkeyPatch, emulated: list[str]
+) -> None:
+    x, w, _, offs = make([7, 0, 64, 1], n=72, k=40)
+    prepared = cake_ops.prepare("grouped_mm", x, w, offs)
+    monkeypatch.setattr(grouped_mm, "CHECK_OFFS", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    offs[2] = 3
+    with pytest.raises(RuntimeError, match="group 2 ends at 3"):
+        cake_ops.grouped_mm(x, w, offs)
+    prepared.launch()
+    assert len(emulated) == 1
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -209,7 +209,7 @@ def test_fallback_takes_offsets_as_the_kernels_do(
     x, w = torch.randn(70, 39).bfloat16(), torch.randn(4, 41, 39).bfloat16()
     offs = torch.tensor(ends, dtype=torch.int32)
     y = torch.full((70, 41), float("nan")).bfloat16()
-    fallback.ragged_rows(y, x, w, offs)
+    fallback.ragged_m(y, x, w, offs)
     expected = reference.grouped_mm(x, w, offs.clamp(0, 70).cummax(0).values)
     assert reference.relative_error(y, expected) < reference.tolerance(torch.bfloat16)
 

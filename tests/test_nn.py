@@ -95,17 +95,20 @@ def test_grouped_linear_under_autocast_keeps_fp32_parameters(device: torch.devic
     )
 
 
+class Options(TorchDispatchMode):
+    """Remembers what ``deterministic`` the operators are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, bool] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "cake":
+            self.seen[func.name()] = (kwargs or {}).get("deterministic", True)
+        return func(*args, **(kwargs or {}))
+
+
 def test_grouped_linear_hands_deterministic_to_its_weight_gradient(device: torch.device) -> None:
-    class Options(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: dict[str, bool] = {}
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "cake":
-                self.seen[func.name()] = (kwargs or {}).get("deterministic", True)
-            return func(*args, **(kwargs or {}))
-
     x, offs = torch.randn(9, K, device=device).to(BF16), reference.offsets([4, 5], device)
     for deterministic in (True, False):
         module = GroupedLinear(2, K, N, deterministic=deterministic, device=device, dtype=BF16)
@@ -208,6 +211,23 @@ def test_router_linear_from_linear_shares_its_parameters(bias: bool) -> None:
     with torch.no_grad():
         linear.weight.mul_(2)
     assert_close(gate(x), linear(x))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_router_linear_hands_deterministic_to_its_products(
+    device: torch.device, deterministic: bool
+) -> None:
+    linear = nn.Linear(24, 40, device=device)
+    x = torch.randn(7, 24, device=device, requires_grad=True)
+    for gate in (
+        RouterLinear(24, 40, deterministic=deterministic, device=device),
+        RouterLinear.from_linear(linear, deterministic=deterministic),
+    ):
+        with Options() as options:
+            gate(x).sum().backward()
+        products = ("router_mm", "router_mm_dgrad", "router_mm_wgrad")
+        assert options.seen == {f"cake::{name}": deterministic for name in products}
+    assert RouterLinear.from_linear(linear).deterministic is True
 
 
 def test_router_linear_refuses_rows_of_another_size() -> None:

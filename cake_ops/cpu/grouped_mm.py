@@ -27,7 +27,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.to(acc), b.to(acc))
 
 
-def _ragged_rows(op: str, y: Tensor, a: Tensor, w: Tensor, offs: Tensor) -> None:
+def _ragged_m(op: str, y: Tensor, a: Tensor, w: Tensor, offs: Tensor) -> None:
     """y[m] = a[m] w[e]^T for the rows m of each group e; the rows behind the last group are zero."""
     end = 0
     for e, (start, end) in enumerate(_group_ranges(op, offs, a.shape[0])):
@@ -37,13 +37,13 @@ def _ragged_rows(op: str, y: Tensor, a: Tensor, w: Tensor, offs: Tensor) -> None
 
 
 def grouped_mm(op: str, y: Tensor, accumulate: bool, x: Tensor, w: Tensor, offs: Tensor) -> None:
-    _ragged_rows(op, y, x, w, offs)
+    _ragged_m(op, y, x, w, offs)
 
 
 def grouped_mm_dgrad(
     op: str, dx: Tensor, accumulate: bool, g: Tensor, w: Tensor, offs: Tensor
 ) -> None:
-    _ragged_rows(op, dx, g, w.transpose(1, 2), offs)
+    _ragged_m(op, dx, g, w.transpose(1, 2), offs)
 
 
 def grouped_mm_wgrad(

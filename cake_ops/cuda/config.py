@@ -203,7 +203,8 @@ class TensorMapGeometry:
 
     A dimension of ``ROWS`` is the first size of the call's first operand, which comes with each launch.
     ``strides`` are in bytes and begin with the second dimension. Every map has element strides of one, no
-    interleave and zero fill out of bounds; those of the grouped GEMMs have the 128-byte swizzle.
+    interleave, an L2 promotion to 256 bytes and zero fill out of bounds; those of the grouped GEMMs have the
+    128-byte swizzle.
     """
 
     dtype: Literal["bf16", "f32"]
@@ -211,7 +212,6 @@ class TensorMapGeometry:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: str = "128B"
-    l2_promotion: str = "L2_256B"
 
     @property
     def rank(self) -> int:

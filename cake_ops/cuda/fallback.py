@@ -40,7 +40,7 @@ def _ends(offs: Tensor, rows: int) -> Tensor:
     return offs.clamp(0, rows).cummax(0).values
 
 
-def ragged_rows(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
+def ragged_m(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
     """y [M, N] = a [M, K] times b [E, N, K] transposed, for the rows of each group."""
     announce(y.get_device())
     ends = _ends(offs, a.shape[0])
@@ -50,7 +50,7 @@ def ragged_rows(y: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> None:
     y.masked_fill_((row >= ends[-1]).unsqueeze(1), 0)
 
 
-def ragged_columns(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool) -> None:
+def ragged_k(dw: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool) -> None:
     """dw [E, N, K] (+)= g [M, N] transposed times x [M, K], for the rows of each group."""
     announce(dw.get_device())
     row = torch.arange(g.shape[0], device=g.device).unsqueeze(1)

@@ -23,17 +23,16 @@ from .config import policies
 from .device import no_kernels_reason
 from .driver import kernel
 from .grouped_routes import (
-    columns_add_route,
-    columns_route,
+    MakeRoute,
     dgrad_route,
+    fwd_route,
     into_route,
-    rows_route,
+    wgrad_add_route,
+    wgrad_route,
 )
 from .routes import Route, RouteCache, allocating, call_key
 
 CHECK_OFFS = flag("CAKE_CHECK_OFFS")
-
-MakeRoute = Callable[[Tensor, Tensor, Tensor, Tensor], Route]
 
 
 def load_kernels(device: int) -> None:
@@ -68,14 +67,16 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
 
     routes = RouteCache(make_route, name)
 
-    def launch_rows(a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True) -> Tensor:
+    def launch_ragged_m(
+        a: Tensor, b: Tensor, offs: Tensor, *, deterministic: bool = True
+    ) -> Tensor:
         key = call_key(a, b, offs)
         route = routes.get(key) or routes.add(key, a, b, offs)
         if CHECK_OFFS:
             _check_offs(name, offs, a.shape[0])
         return route.run(None, a, b, offs)
 
-    def launch_columns(
+    def launch_ragged_k(
         a: Tensor,
         b: Tensor,
         offs: Tensor,
@@ -102,7 +103,7 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         return partial(route.run, out, *tensors), route.explanation
 
     op = OPS[name]
-    op.serve("CUDA", launch_columns if name.endswith("wgrad") else launch_rows)
+    op.serve("CUDA", launch_ragged_k if name.endswith("wgrad") else launch_ragged_m)
     op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare
 
 
@@ -113,12 +114,15 @@ def _serve_into(name: str, make: MakeRoute, make_add: MakeRoute | None = None) -
         _check_offs(op, offs, a.shape[0])
         into_route(make_add if accumulate else make, out, a, b, offs).run(out, a, b, offs)
 
-    serve_into("CUDA", name, write)
+    def explain(op: str, out: Tensor, accumulate: bool, *tensors: Tensor) -> Explanation:
+        return (make_add if accumulate else make)(out, *tensors).explanation
+
+    serve_into("CUDA", name, write, explain)
 
 
-_serve_plain("grouped_mm", rows_route)
+_serve_plain("grouped_mm", fwd_route)
 _serve_plain("grouped_mm_dgrad", dgrad_route)
-_serve_plain("grouped_mm_wgrad", columns_route)
-_serve_into("grouped_mm", rows_route)
+_serve_plain("grouped_mm_wgrad", wgrad_route)
+_serve_into("grouped_mm", fwd_route)
 _serve_into("grouped_mm_dgrad", dgrad_route)
-_serve_into("grouped_mm_wgrad", columns_route, columns_add_route)
+_serve_into("grouped_mm_wgrad", wgrad_route, wgrad_add_route)

@@ -9,6 +9,9 @@ unit stride) is copied first; :func:`cake_ops.explain` says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,7 +35,7 @@ from .config import (
 from .device import no_kernels_reason, num_sms
 from .fallback import pad8
 from .launch import I32, I64, POINTER, Plan, Result
-from .routes import Route, RouteCache, call_key, out_key, row_stride
+from .routes import AFTER_COPY, Route, RouteCache, call_key, out_key, row_stride, torch_route
 
 
 def _stack_strides(t: Tensor) -> tuple[int, int] | None:
@@ -73,54 +76,66 @@ def _kernel_route(
     return Route(plan.run, explanation)
 
 
-def _copied(reason: str) -> Explanation:
-    return Explanation("kernel after a copy", reason)
+def _copied_route(run: Callable[..., Any], reason: str) -> Route:
+    return torch_route(run, "kernel after a copy", reason)
 
 
-def _copy_reason(**operands: object) -> str:
-    copied = [name for name, addressable in operands.items() if not addressable]
-    return f"no unit stride or no 16-byte rows: {', '.join(copied)}"
+def _size_reason(**sizes: int) -> str:
+    """Which sizes have to be padded, or ""."""
+    odd = (f"{name} = {size} is no multiple of 8" for name, size in sizes.items() if size % 8)
+    return "; ".join(odd)
 
 
-def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
-    """out [M, N] = a [M, K] b [E, N, K]^T; of the tensors only the geometry is looked at."""
+def _layout_reason(**operands: object) -> str:
+    """Which operands no tensor map can address, or ""."""
+    copied = ", ".join(name for name, addressable in operands.items() if not addressable)
+    return copied and f"no unit stride or no 16-byte rows: {copied}"
+
+
+def fwd_route(
+    out: Tensor, a: Tensor, b: Tensor, offs: Tensor, names: tuple[str, str, str] = ("x", "N", "K")
+) -> Route:
+    """out [M, N] = a [M, K] b [E, N, K]^T; of the tensors only the geometry is looked at.
+
+    ``names`` are the operator's for a, N and K.
+    """
     (M, K), (E, N, _), device = a.shape, b.shape, a.get_device()
+    a_name, n_name, k_name = names
     M = rows_bucket(M)
     if M == 0 or N == 0:
-        return Route(lambda out, a, b, offs: None, Explanation("no kernel", "the result is empty"))
+        return torch_route(lambda out, a, b, offs: None, "no kernel", "the result is empty")
     if E == 0 or K == 0:
-        return Route(
-            lambda out, a, b, offs: out.zero_(), Explanation("no kernel", "nothing is summed")
-        )
+        return torch_route(lambda out, a, b, offs: out.zero_(), "no kernel", "nothing is summed")
     reason = no_kernels_reason(device)
     if reason:
-        return Route(fallback.ragged_rows, Explanation("torch", reason))
-    if N % 8 or K % 8:
+        return torch_route(fallback.ragged_m, "torch", reason)
+    reason = _size_reason(**{n_name: N, k_name: K})
+    if reason:
 
         def run_padded(out, a, b, offs):
             wide = a.new_empty(a.shape[0], N + -N % 8)
             a, b = pad8(a, 1), pad8(b, 1, 2)
-            into_route(rows_route, wide, a, b, offs).run(wide, a, b, offs)
+            into_route(fwd_route, wide, a, b, offs, _copied_routes).run(wide, a, b, offs)
             out.copy_(wide[:, :N])
 
-        return Route(run_padded, _copied(f"N = {N} or K = {K} is no multiple of 8"))
+        return _copied_route(run_padded, reason)
     layout, strides = "nt", _stack_strides(b)
     if strides is None:
         layout, strides = "nn", _stack_strides(b.transpose(1, 2))
-    lda, ldd, packed_offs = row_stride(a), row_stride(out), offs.is_contiguous()
-    if not (lda and strides and ldd and packed_offs):
+    lda, ldd = row_stride(a), row_stride(out)
+    reason = _layout_reason(**{a_name: lda, "w": strides, "out": ldd, "offs": offs.is_contiguous()})
+    if reason:
 
         def run_copied(out, a, b, offs):
             a = a if lda else _packed(a)
             b = b if strides else _packed(b)
             into = out if ldd else a.new_empty(a.shape[0], N)
             offs = offs.contiguous()
-            into_route(rows_route, into, a, b, offs).run(into, a, b, offs)
+            into_route(fwd_route, into, a, b, offs, _copied_routes).run(into, a, b, offs)
             if into is not out:
                 out.copy_(into)
 
-        reason = _copy_reason(a=lda, w=strides, out=ldd, offs=packed_offs)
-        return Route(run_copied, _copied(reason))
+        return _copied_route(run_copied, reason)
     config = select_config(layout, M, N, K, E, num_sms(device))
     maps = (rows_map(K, lda), weight_map(config, N, K, E, *strides), rows_output_map(N, ldd))
     result = (ROWS, N), out.stride(), out.dtype
@@ -128,31 +143,29 @@ def rows_route(out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
 
 
 def dgrad_route(out: Tensor, g: Tensor, w: Tensor, offs: Tensor) -> Route:
-    route = rows_route(out, g, w.transpose(1, 2), offs)
+    """dx [M, K] = g [M, N] w [E, N, K]: the rows' problem with N and K exchanged."""
+    route = fwd_route(out, g, w.transpose(1, 2), offs, ("g", "K", "N"))
     if route.explanation.path == "kernel":  # it wants w's address only, and is spared the view
         return route
     run = route.run
     return Route(lambda out, g, w, offs: run(out, g, w.transpose(1, 2), offs), route.explanation)
 
 
-def columns_route(
-    out: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool = False
-) -> Route:
+def wgrad_route(out: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: bool = False) -> Route:
     """out [E, N, K] (+)= g [M, N]^T x [M, K]."""
     (E, N, K), M, device = out.shape, rows_bucket(g.shape[0]), g.get_device()
     if 0 in (E, N, K):
-        return Route(lambda out, g, x, offs: None, Explanation("no kernel", "the result is empty"))
+        return torch_route(lambda out, g, x, offs: None, "no kernel", "the result is empty")
     if M == 0:
         run_empty = (lambda *call: None) if accumulate else (lambda out, g, x, offs: out.zero_())
-        return Route(run_empty, Explanation("no kernel", "nothing is summed"))
+        return torch_route(run_empty, "no kernel", "nothing is summed")
     reason = no_kernels_reason(device)
     if reason:
-        return Route(
-            lambda *call: fallback.ragged_columns(*call, accumulate), Explanation("torch", reason)
-        )
+        return torch_route(lambda *call: fallback.ragged_k(*call, accumulate), "torch", reason)
     ldg, ldx, strides = row_stride(g), row_stride(x), _stack_strides(out)
-    odd = N % 8 or K % 8
-    if odd or not (ldg and ldx and strides and offs.is_contiguous()):
+    odd = _size_reason(N=N, K=K)
+    reason = odd or _layout_reason(g=ldg, x=ldx, out=strides, offs=offs.is_contiguous())
+    if reason:
 
         def run_copied(out, g, x, offs):
             g = pad8(g, 1) if odd else g if ldg else _packed(g)
@@ -163,17 +176,12 @@ def columns_route(
             elif odd or not strides:
                 into = g.new_empty(E, g.shape[1], x.shape[1], dtype=out.dtype)
             offs = offs.contiguous()
-            make = columns_add_route if accumulate else columns_route
-            into_route(make, into, g, x, offs).run(into, g, x, offs)
+            make = wgrad_add_route if accumulate else wgrad_route
+            into_route(make, into, g, x, offs, _copied_routes).run(into, g, x, offs)
             if into is not out:
                 out.copy_(into[:, :N, :K])
 
-        reason = (
-            f"N = {N} or K = {K} is no multiple of 8"
-            if odd
-            else _copy_reason(g=ldg, x=ldx, out=strides, offs=offs.is_contiguous())
-        )
-        return Route(run_copied, _copied(reason))
+        return _copied_route(run_copied, reason)
     output = ("f32" if out.dtype == torch.float32 else "bf16") + (
         "_add" if accumulate else "_store"
     )
@@ -183,17 +191,37 @@ def columns_route(
     return _kernel_route(config, device, M, N, K, E, maps, strides, result)
 
 
-def columns_add_route(out: Tensor, g: Tensor, x: Tensor, offs: Tensor) -> Route:
-    return columns_route(out, g, x, offs, accumulate=True)
+def wgrad_add_route(out: Tensor, g: Tensor, x: Tensor, offs: Tensor) -> Route:
+    return wgrad_route(out, g, x, offs, accumulate=True)
 
 
 # ---- calls that write into a given tensor ----
 
-_into_routes = RouteCache(lambda make, *call: make(*call), "into")
+MakeRoute = Callable[[Tensor, Tensor, Tensor, Tensor], Route]
+Caches = dict[MakeRoute, tuple[RouteCache, bool]]
+"""The routes of each kind, and whether its operand b has rows."""
 
 
-def into_route(make, out: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Route:
+def _caches(prefix: str = "") -> Caches:
+    forms = {
+        fwd_route: ("grouped_mm_out", False),
+        dgrad_route: ("grouped_mm_dgrad_out", False),
+        wgrad_route: ("grouped_mm_wgrad_out", True),
+        wgrad_add_route: ("grouped_mm_wgrad_", True),
+    }
+    return {
+        make: (RouteCache(make, prefix + form, writes=True), b_has_rows)
+        for make, (form, b_has_rows) in forms.items()
+    }
+
+
+_into_routes, _copied_routes = _caches(), _caches(AFTER_COPY)
+
+
+def into_route(
+    make: MakeRoute, out: Tensor, a: Tensor, b: Tensor, offs: Tensor, caches: Caches = _into_routes
+) -> Route:
     """The route of a checked call of the kind ``make`` that writes into ``out``."""
-    b_has_rows = make not in (rows_route, dgrad_route)
-    key = (make, *call_key(a, b, offs, b_has_rows), *out_key(out))
-    return _into_routes.get(key) or _into_routes.add(key, make, out, a, b, offs)
+    routes, b_has_rows = caches[make]
+    key = (*call_key(a, b, offs, b_has_rows), *out_key(out))
+    return routes.get(key) or routes.add(key, out, a, b, offs)

@@ -60,6 +60,9 @@ def _serve(name: str) -> None:
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
         return make(*tensors, out_dtype).explanation
 
+    def explain_into(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor) -> Explanation:
+        return make_route(name, out, a, b, accumulate).explanation
+
     def prepare(out: Tensor, *tensors: Tensor) -> tuple[Callable[[], None], Explanation]:
         route = into_route(name, False, out, *tensors)
         if route.explanation.path == "kernel after a copy":
@@ -72,7 +75,7 @@ def _serve(name: str) -> None:
     op = OPS[name]
     op.serve("CUDA", launch)
     op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare
-    serve_into("CUDA", name, write)
+    serve_into("CUDA", name, write, explain_into)
 
 
 for _name in LAYOUTS:

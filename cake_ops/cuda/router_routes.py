@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._explanation import Explanation
+from .._library import OPS
 from .._problem import PROBLEMS
-from .._serve import below_autograd
 from ..cpu import router_mm as fp64
 from .config import ROWS, rows_bucket
 from .device import no_kernels_reason, num_sms
@@ -40,7 +40,7 @@ from .router_config import (
     row_tile,
 )
 from .router_verdicts import TABLE
-from .routes import Route, RouteCache, out_key, row_stride
+from .routes import AFTER_COPY, Route, RouteCache, out_key, row_stride, torch_route
 
 _DTYPES: dict[Dtype, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -86,11 +86,11 @@ def call_key(
 def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = False) -> Route:
     """The route of a checked call; of the tensors only the geometry is looked at."""
     if out.numel() == 0:
-        return Route(lambda out, a, b: None, Explanation("no kernel", "the result is empty"))
+        return torch_route(lambda out, a, b: None, "no kernel", "the result is empty")
     T, N, H = _sizes(op, a, b)
     if 0 in (T, N, H):
         run_empty = (lambda out, a, b: None) if accumulate else (lambda out, a, b: out.zero_())
-        return Route(below_autograd(run_empty), Explanation("no kernel", "nothing is summed"))
+        return torch_route(run_empty, "no kernel", "nothing is summed")
     device = a.get_device()
     reason = no_kernels_reason(device)
     if reason:
@@ -100,7 +100,7 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
             announce(device)
             multiply(op, out, accumulate, a, b)
 
-        return Route(below_autograd(run_fp64), Explanation("torch", f"{reason}; {fp64.HOW}"))
+        return torch_route(run_fp64, "torch", f"{reason}; {fp64.HOW}")
     why_a, why_b, reason = _copies(op, a, b)
     if reason:
         a_dtype, b_dtype = _read_dtypes(op, a, b)
@@ -108,9 +108,9 @@ def make_route(op: str, out: Tensor, a: Tensor, b: Tensor, accumulate: bool = Fa
         def run_copied(out: Tensor, a: Tensor, b: Tensor) -> None:
             a = _copy(a, a_dtype) if why_a else a
             b = _copy(b, b_dtype) if why_b else b
-            into_route(op, accumulate, out, a, b).run(out, a, b)
+            into_route(op, accumulate, out, a, b, _copied_routes).run(out, a, b)
 
-        return Route(below_autograd(run_copied), Explanation("kernel after a copy", reason))
+        return torch_route(run_copied, "kernel after a copy", reason)
     b_dtype = _read_dtypes(op, a, b)[0 if LAYOUTS[op] == "nt" else 1]
     config, chosen_by = TABLE.choose(
         gpu_name(device), op, b_dtype, rows_bucket(T), N, H, num_sms(device)
@@ -226,12 +226,28 @@ def _copy(t: Tensor, dtype: Dtype) -> Tensor:
 
 # ---- calls that write into a given tensor ----
 
-_into_routes = RouteCache(
-    lambda op, accumulate, *call: make_route(op, *call, accumulate), "router into"
-)
+Caches = dict[tuple[str, bool], RouteCache]
+"""By operator, and whether it adds."""
 
 
-def into_route(op: str, accumulate: bool, out: Tensor, a: Tensor, b: Tensor) -> Route:
+def _caches(prefix: str = "") -> Caches:
+    return {
+        (op, accumulate): RouteCache(
+            functools.partial(make_route, op, accumulate=accumulate), prefix + form, writes=True
+        )
+        for op in LAYOUTS
+        for accumulate, form in ((False, f"{op}_out"), (True, f"{op}_"))
+        if form in OPS
+    }
+
+
+_into_routes, _copied_routes = _caches(), _caches(AFTER_COPY)
+
+
+def into_route(
+    op: str, accumulate: bool, out: Tensor, a: Tensor, b: Tensor, caches: Caches = _into_routes
+) -> Route:
     """The route of a checked call that writes into ``out``, or adds to it."""
-    key = (op, accumulate, *call_key(a, b, None, op == "router_mm_wgrad"), *out_key(out))
-    return _into_routes.get(key) or _into_routes.add(key, op, accumulate, out, a, b)
+    routes = caches[op, accumulate]
+    key = (*call_key(a, b, None, op == "router_mm_wgrad"), *out_key(out))
+    return routes.get(key) or routes.add(key, out, a, b)

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from .._explanation import Explanation
 from .._log import forget, log_route
+from .._serve import below_autograd
 from .config import rows_bucket
 
 MAX_ROUTES = 1024
 
+AFTER_COPY = "after the copy: "
+"""Begins the name of a cache whose routes serve the copies that another route made."""
+
 CACHES: dict[str, RouteCache] = {}
-"""The caches by operator."""
+"""The caches by name."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,19 @@ class Route:
 
 
 class RouteCache:
-    """The routes of one operator, bounded: the oldest half goes when it is full. A new one is logged."""
+    """The routes of one operator, bounded: the oldest half goes when it is full. A new one is logged.
 
-    __slots__ = ("_lock", "_make", "_name", "_routes", "get")
+    Args:
+        make: ``(*call)`` makes the route of a call.
+        name: the operator, as the log names it.
+        writes: the call begins with the tensor that is written.
+    """
 
-    def __init__(self, make: Callable[..., Route], name: str) -> None:
+    __slots__ = ("_lock", "_make", "_name", "_routes", "_writes", "get")
+
+    def __init__(self, make: Callable[..., Route], name: str, writes: bool = False) -> None:
         self._routes: dict[Any, Route] = {}
-        self._make, self._name = make, name
+        self._make, self._name, self._writes = make, name, writes
         self._lock = threading.Lock()
         self.get = self._routes.get
         CACHES[name] = self
@@ -56,7 +66,8 @@ class RouteCache:
         route = self._make(*call)
         with self._lock:
             if key not in self._routes:  # another thread may have come first
-                log_route(self._name, call, route.explanation)
+                out, operands = (call[0], call[1:]) if self._writes else (None, call)
+                log_route(self._name, out, operands, route.explanation)
             if len(self._routes) >= MAX_ROUTES:
                 for old in list(self._routes)[: MAX_ROUTES // 2]:
                     del self._routes[old]
@@ -66,6 +77,11 @@ class RouteCache:
     def clear(self) -> None:
         with self._lock:
             self._routes.clear()
+
+
+def torch_route(run: Callable[..., Any], path: str, reason: str) -> Route:
+    """A route that works through torch, alone or around a kernel: as a backend, below autograd and autocast."""
+    return Route(below_autograd(run), Explanation(path, reason))
 
 
 def allocating(route: Route, allocate: Callable[..., Tensor]) -> Route:

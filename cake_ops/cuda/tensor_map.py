@@ -62,9 +62,7 @@ def _encode(address: int, rows: int, geometry: TensorMapGeometry) -> Entry:
             [cu.cuuint32_t(1)] * rank,
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{geometry.swizzle}"),
-            getattr(
-                cu.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{geometry.l2_promotion}"
-            ),
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )

@@ -185,9 +185,7 @@ def _arm_rows(run: Run) -> list[str]:
         return [*rows, f"    median of {timed} whole steps"]
     ratios = [rate / rates[0] if rate and rates[0] else None for rate in rates]
     gaps = [loss_difference(run, arm) if steps else None for arm in run.arms[1:]]
-    cpu_note = [
-        "    on a CPU every arm runs products of torch: this says nothing of a GPU"
-    ]
+    cpu_note = ["    on a CPU every arm runs products of torch: this says nothing of a GPU"]
     return [
         *rows,
         _row("                relative to cake", [_figure(ratio, ".2f") for ratio in ratios]),

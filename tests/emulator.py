@@ -21,7 +21,7 @@ from torch import Tensor
 
 import cake_ops
 from cake_ops._library import OPS, PLAIN
-from cake_ops.cuda.config import MAX_SIZE, ROWS, TensorMapGeometry
+from cake_ops.cuda.geometry import MAX_SIZE, ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER, Result
 from cake_ops.cuda.routes import RouteCache
 

@@ -26,7 +26,7 @@ from emulator import (
 from torch import Tensor
 
 from cake_ops.cuda import router_routes
-from cake_ops.cuda.config import ROWS, TensorMapGeometry
+from cake_ops.cuda.geometry import ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER, Result
 from cake_ops.routing import reset_router_routes
 

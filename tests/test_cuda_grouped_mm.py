@@ -17,7 +17,7 @@ from torch import Tensor
 
 import cake_ops
 from cake_ops.cuda import grouped_routes
-from cake_ops.cuda.config import GroupedConfig, policies
+from cake_ops.cuda.grouped_config import GroupedConfig, policies
 
 pytestmark = pytest.mark.gpu
 

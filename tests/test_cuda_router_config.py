@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_cuda_config
+import test_cuda_grouped_config
 from emulator import assert_encodable, with_rows
 from router_emulator import boxes
-from test_cuda_config import RESULT, Driver, at
+from test_cuda_grouped_config import RESULT, Driver, at
 
 from cake_ops.cuda import router_config, tensor_map
-from cake_ops.cuda.config import MAX_SIZE, ROWS, SMEM_LIMIT, TensorMapGeometry, rows_bucket
 from cake_ops.cuda.driver import manifest
+from cake_ops.cuda.geometry import MAX_SIZE, ROWS, SMEM_LIMIT, TensorMapGeometry, rows_bucket
 from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
 from cake_ops.cuda.router_config import (
     FORWARD_CLUSTER_K,
@@ -43,7 +43,7 @@ from cake_ops.cuda.router_config import (
     select_config,
 )
 
-driver = test_cuda_config.driver  # the fixture: a driver that only looks
+driver = test_cuda_grouped_config.driver  # the fixture: a driver that only looks
 
 SMS = 132
 BASE = 1 << 20  # an address that every tensor map can have

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cake_ops._problem import PROBLEMS
-from cake_ops.cuda.config import rows_bucket
+from cake_ops.cuda.geometry import rows_bucket
 from cake_ops.cuda.router_config import LAYOUTS, RouterConfig, candidates
 from cake_ops.cuda.router_routes import candidate_route
 from cake_ops.cuda.router_verdicts import store_verdicts

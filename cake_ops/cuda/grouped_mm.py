@@ -19,9 +19,9 @@ from .._explanation import Explanation
 from .._library import OPS
 from .._problem import PROBLEMS
 from .._serve import serve_into
-from .config import policies
 from .device import no_kernels_reason
 from .driver import kernel
+from .grouped_config import policies
 from .grouped_routes import (
     MakeRoute,
     dgrad_route,

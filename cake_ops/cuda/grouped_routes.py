@@ -17,23 +17,21 @@ from torch import Tensor
 
 from .._explanation import Explanation
 from . import fallback
-from .config import (
-    ROWS,
+from .device import no_kernels_reason, num_sms
+from .fallback import pad8
+from .geometry import ROWS, TensorMapGeometry, rows_bucket
+from .grouped_config import (
     THREADS,
     TILE_K,
     GroupedConfig,
-    TensorMapGeometry,
     grid,
     output_map,
     ragged_map,
-    rows_bucket,
     rows_map,
     rows_output_map,
     select_config,
     weight_map,
 )
-from .device import no_kernels_reason, num_sms
-from .fallback import pad8
 from .launch import I32, I64, POINTER, Plan, Result
 from .routes import AFTER_COPY, Route, RouteCache, call_key, out_key, row_stride, torch_route
 

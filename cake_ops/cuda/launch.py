@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ROWS, TensorMapGeometry
 from .driver import bind_context, check, driver, kernel
+from .geometry import ROWS, TensorMapGeometry
 from .tensor_map import MapTable
 
 MAX_STREAMS = 64  # launch configurations kept by a plan: one a stream and number of CTAs

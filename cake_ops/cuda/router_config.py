@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from .config import MAX_SIZE, SMEM_LIMIT, Layout, TensorMapGeometry, ceil_div
+from .geometry import MAX_SIZE, SMEM_LIMIT, Layout, TensorMapGeometry, ceil_div
 
 Dtype = Literal["f32", "bf16"]
 

@@ -18,9 +18,9 @@ from .._explanation import Explanation
 from .._library import OPS
 from .._problem import PROBLEMS
 from ..cpu import router_mm as fp64
-from .config import ROWS, rows_bucket
 from .device import no_kernels_reason, num_sms
 from .fallback import announce
+from .geometry import ROWS, rows_bucket
 from .launch import I32, I64, POINTER, Plan
 from .router_config import (
     LAYOUTS,

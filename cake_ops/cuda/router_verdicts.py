@@ -5,7 +5,7 @@ three layers, and the first that matches a call serves it: overrides of this pro
 measurements (files in the user's cache, one for each GPU and version of the package), and those shipped with
 the package (``router_verdicts.json``). A call without a verdict is served by the cost model.
 
-T counts by bucket (:func:`cake_ops.cuda.config.rows_bucket`), as it does for the launch: a window reaches to
+T counts by bucket (:func:`cake_ops.cuda.geometry.rows_bucket`), as it does for the launch: a window reaches to
 the ends of the buckets that its bounds lie in.
 
 Every change of the table raises its ``generation``, which is part of the key of every planned launch. So
@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .config import MAX_SIZE, rows_bucket
+from .geometry import MAX_SIZE, rows_bucket
 from .router_config import (
     LAYOUTS,
     MAX_CHAIN,

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._explanation import Explanation
 from .._log import forget, log_route
 from .._serve import below_autograd
-from .config import rows_bucket
+from .geometry import rows_bucket
 
 MAX_ROUTES = 1024
 

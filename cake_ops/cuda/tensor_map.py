@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .config import ROWS, TensorMapGeometry
 from .driver import bind_context, check, driver
+from .geometry import ROWS, TensorMapGeometry
 
 MAX_ADDRESSES = 256
 """Maps kept for one geometry: more than the buffers a training step rotates through."""

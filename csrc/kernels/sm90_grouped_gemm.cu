@@ -26,7 +26,8 @@
 // is free (E = 8, 512 rows each, N = K = 4096) and win nothing that lasts under the power limit.
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
-// in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
+// in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/grouped_config.py. Parameters, in
+// order:
 //   map_a    bf16 2-D  dims (K, M)     strides (2 lda)            box (64, 64)
 //   map_b nt bf16 3-D  dims (K, N, E)  strides (2 ldb, 2 outer)   box (64, kTileN / kClusterM, 1)
 //   map_b nn bf16 3-D  dims (N, K, E)  strides (2 ldb, 2 outer)   box (64, 64, 1)
@@ -76,7 +77,7 @@ struct RaggedMConfig {
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory is all a Hopper CTA can have");
 };
 
-// The named policies. Host side: cake_ops/cuda/config.py.
+// The named policies. Host side: cake_ops/cuda/grouped_config.py.
 namespace config {
 using nt_128x256_c2 = RaggedMConfig<Major::K, 128, 256, 4, 2, 2>;
 using nn_128x256_c2 = RaggedMConfig<Major::MN, 128, 256, 4, 2, 2>;

@@ -21,7 +21,8 @@
 // group order.
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
-// in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/config.py. Parameters, in order:
+// in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/grouped_config.py. Parameters, in
+// order:
 //   map_g   bf16 4-D  dims (N, R, X, X)  strides (2 ldg, 2 ldg, 2 (2^34 - ldg)) box (64, 64, 1, 1)
 //   map_x   bf16 4-D  dims (K, R, X, X)  strides (2 ldx, 2 ldx, 2 (2^34 - ldx)) box (64, 64, 1, 1)
 //   map_out bf16 or f32, 3-D  dims (K, N, E)  strides (S ldo, S outer)  box (128 / S, 64, 1)
@@ -67,7 +68,7 @@ struct RaggedKConfig {
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory is all a Hopper CTA can have");
 };
 
-// The named policies. Host side: cake_ops/cuda/config.py.
+// The named policies. Host side: cake_ops/cuda/grouped_config.py.
 namespace config {
 using bf16_store_128x256_c2 = RaggedKConfig<bf16, false, 128, 256, 4, 2, 2>;
 using bf16_add_128x256_c2 = RaggedKConfig<bf16, true, 128, 256, 4, 2, 2>;

@@ -21,19 +21,16 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
 
-Layout = Literal["nt", "nn", "tn"]
+from .geometry import MAX_SIZE, ROWS, SMEM_LIMIT, Layout, TensorMapGeometry, ceil_div
+
 Output = Literal["bf16_store", "bf16_add", "f32_store", "f32_add"]
 
 THREADS = 384  # two math warpgroups and the producer's
 TILE_K = 64  # contraction steps of a stage: one 128-byte swizzled row of bf16
-SMEM_LIMIT = 232448  # 227 KB, all that one Hopper CTA can have
-MAX_SIZE = 1 << 30  # M, N, K, E; a ragged group's rows count down from here in the tensor map
 
 RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_ELEMENTS = 1 << 34
-
-ROWS = -1  # in the place of a size: the rows (M, the router's T) of each launch
 
 _STAGING_BYTES = 2 * 8192  # a buffer of each of the two math warpgroups
 _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
@@ -90,16 +87,6 @@ def policies(layout: Layout, output: Output = "bf16_store") -> tuple[GroupedConf
     """Returns every built configuration of ``layout`` (and, for "tn", ``output``)."""
     table = _RAGGED_K_POLICIES if layout == "tn" else _RAGGED_M_POLICIES
     return tuple(GroupedConfig(layout, *policy, output) for policy in table)
-
-
-def rows_bucket(M: int) -> int:
-    """Rounds M up to three significant bits.
-
-    A launch is planned for a bucket of M and told M itself, so that token counts which change from step
-    to step share a plan. It chose another configuration in 0.2 % of 20,000 random problems.
-    """
-    shift = M.bit_length() - 3
-    return -(-M >> shift) << shift if shift > 0 else M
 
 
 def is_valid(config: GroupedConfig, M: int, N: int, K: int, E: int) -> bool:
@@ -197,27 +184,6 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
 # ---- tensor maps ----
 
 
-@dataclass(frozen=True)
-class TensorMapGeometry:
-    """What cuTensorMapEncodeTiled needs besides the address: innermost dimension first.
-
-    A dimension of ``ROWS`` is the first size of the call's first operand, which comes with each launch.
-    ``strides`` are in bytes and begin with the second dimension. Every map has element strides of one, no
-    interleave, an L2 promotion to 256 bytes and zero fill out of bounds; those of the grouped GEMMs have the
-    128-byte swizzle.
-    """
-
-    dtype: Literal["bf16", "f32"]
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: str = "128B"
-
-    @property
-    def rank(self) -> int:
-        return len(self.dims)
-
-
 def rows_map(columns: int, ld: int) -> TensorMapGeometry:
     """Map of A of nt and nn: bf16 ``[M, columns]``, row stride ``ld`` elements."""
     return TensorMapGeometry("bf16", (columns, ROWS), (2 * ld,), (64, 64))
@@ -269,7 +235,3 @@ def output_map(
 def _stride(extent: int, stride: int, packed: int) -> int:
     """A dimension of one element may carry any stride; a tensor map wants a plausible one."""
     return stride if extent > 1 else packed
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

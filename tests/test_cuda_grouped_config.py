@@ -20,13 +20,11 @@ from emulator import assert_encodable, with_rows
 
 from cake_ops.bench.shapes import large_cases, small_cases
 from cake_ops.cuda import launch, tensor_map
-from cake_ops.cuda.config import (
-    MAX_SIZE,
-    ROWS,
-    SMEM_LIMIT,
+from cake_ops.cuda.driver import manifest
+from cake_ops.cuda.geometry import MAX_SIZE, ROWS, SMEM_LIMIT, TensorMapGeometry, rows_bucket
+from cake_ops.cuda.grouped_config import (
     THREADS,
     GroupedConfig,
-    TensorMapGeometry,
     estimated_cycles,
     grid,
     is_valid,
@@ -34,13 +32,11 @@ from cake_ops.cuda.config import (
     output_map,
     policies,
     ragged_map,
-    rows_bucket,
     rows_map,
     rows_output_map,
     select_config,
     weight_map,
 )
-from cake_ops.cuda.driver import manifest
 from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan, Result
 from cake_ops.cuda.tensor_map import MAX_ADDRESSES, MapTable
 

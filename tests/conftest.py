@@ -11,8 +11,9 @@ import torch
 
 from cake_ops._problem import Problem
 from cake_ops.cuda import launch
+from cake_ops.cuda.routes import RouteCache
 
-pytest.register_assert_rewrite("forms", "emulator", "gpu")  # before their first import
+pytest.register_assert_rewrite("forms", "emulator", "gpu", "ranks")  # before their first import
 from forms import Place
 
 torch.set_num_threads(
@@ -49,6 +50,20 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def place(request: pytest.FixtureRequest) -> Place:
     """Each test that takes it runs on every device and dtype of the GEMMs."""
     return request.param
+
+
+@pytest.fixture
+def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one at each geometry that is planned."""
+    planned: list[int] = []
+    add = RouteCache.add
+
+    def counting(self, key, *call):
+        planned.append(1)
+        return add(self, key, *call)
+
+    monkeypatch.setattr(RouteCache, "add", counting)
+    return planned
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ import cake_ops
 from cake_ops._library import OPS, PLAIN
 from cake_ops.cuda.geometry import MAX_SIZE, ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER, Result
-from cake_ops.cuda.routes import RouteCache
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 SWIZZLE_BYTES = {"64B": 64, "128B": 128}
@@ -167,16 +166,3 @@ def emulated_family(
     cake_ops.clear_caches()
     yield plan.launched
     cake_ops.clear_caches()
-
-
-def count_misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by one at each geometry that is planned."""
-    planned: list[int] = []
-    add = RouteCache.add
-
-    def counting(self, key, *call):
-        planned.append(1)
-        return add(self, key, *call)
-
-    monkeypatch.setattr(RouteCache, "add", counting)
-    return planned

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
 import traceback
@@ -33,6 +32,7 @@ from moe import (
     reference,
     share,
 )
+from ranks import ON_THE_CPU, recipe, torchrun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -47,7 +47,6 @@ from cake_ops.testing import count_launches
 
 pytestmark = pytest.mark.client
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 WORLD = 2
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -335,25 +334,6 @@ def swapped_storage_is_never_read() -> None:
 # The processes
 
 
-def torchrun(ranks: int, *script: str) -> None:
-    """Ends well, or raises with what the ranks wrote."""
-    done = subprocess.run(
-        [*TORCHRUN, str(ranks), *script],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",  # no host name is looked up
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-
-
 def worker(folder: Path) -> None:
     allocate = Problem.allocate  # results start as NaN: an element that is not written cannot pass
     Problem.allocate = lambda *args, **kwargs: allocate(*args, **kwargs).fill_(float("nan"))
@@ -375,7 +355,7 @@ def worker(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(WORLD, __file__, str(folder))
+    torchrun(WORLD, __file__, str(folder), **ON_THE_CPU)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD)]
 
 
@@ -387,11 +367,8 @@ def test_two_ranks(name: str, reports: list[dict[str, str | None]]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_recipe_in_the_docs_runs(ranks: int, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[1] / "docs/distributed.md").read_text()
-    (source,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert "\nassert losses" in source
-    (tmp_path / "train.py").write_text(source + "os._exit(0)  # as in worker()\n")
-    torchrun(ranks, str(tmp_path / "train.py"))
+    (tmp_path / "train.py").write_text(recipe() + "os._exit(0)  # as in worker()\n")
+    torchrun(ranks, str(tmp_path / "train.py"), **ON_THE_CPU)
 
 
 def test_importing_the_package_leaves_it_alone() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +10,7 @@ import pytest
 import torch
 from forms import same_bits
 from gpu import KERNEL_FAMILIES, Problem, small
+from ranks import recipe, torchrun
 
 import cake_ops
 
@@ -105,17 +103,5 @@ def test_h58_graphs_and_prepared_launches_stay_on_their_device(
 
 def test_the_distributed_recipe_in_the_docs_trains(tmp_path: Path) -> None:
     """Experts on two GPUs, FSDP2 around them, NCCL between them."""
-    text = (Path(__file__).parents[1] / "docs/distributed.md").read_text()
-    (source,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert "\nassert losses" in source
-    (tmp_path / "train.py").write_text(source)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    done = subprocess.run(
-        [*torchrun, "2", str(tmp_path / "train.py")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    (tmp_path / "train.py").write_text(recipe())
+    torchrun(2, str(tmp_path / "train.py"))

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from emulator import count_misses
 from forms import LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
 from router_emulator import emulated_router, make
 from torch import Tensor
@@ -43,11 +42,6 @@ DTYPES = {
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     with emulated_router(monkeypatch, str(tmp_path)) as launched:
         yield launched
-
-
-@pytest.fixture
-def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return count_misses(monkeypatch)
 
 
 def run(name: str, *tensors: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from emulator import count_misses
 from forms import CANARY, assert_close, select
 from router_emulator import GPU, emulated_router, make
 
@@ -35,11 +34,6 @@ TOLERANCE = 5e-7
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     with emulated_router(monkeypatch, str(tmp_path)) as launched:
         yield launched
-
-
-@pytest.fixture
-def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return count_misses(monkeypatch)
 
 
 def kernels_of(emulated: list[str], name: str, form: str) -> list[str]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import reference
 import torch
-from emulator import EmulatedPlan, count_misses, emulated_family
+from emulator import EmulatedPlan, emulated_family
 from forms import CANARY, LAYOUTS, NAN, assert_all_forms, assert_close, same_bits, select
 from torch import Tensor
 
@@ -32,12 +32,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """CPU tensors go through the CUDA backend; yields the names of the kernels that are launched."""
     with emulated_family(monkeypatch, "grouped_mm", grouped_routes, EmulatedPlan) as launched:
         yield launched
-
-
-@pytest.fixture
-def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one at each geometry that is planned."""
-    return count_misses(monkeypatch)
 
 
 def make(

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES, OPERATORS, SmallProblem, problem
+from ranks import ON_THE_CPU
 from torch import Tensor
 
 import cake_ops
@@ -258,8 +259,7 @@ def fsdp2_gathers_the_weights_around_the_call(mesh: DeviceMesh) -> None:
         close(q.grad, p.grad)  # the same data on each rank: the mean of equal gradients
 
 
-# The processes: one thread each, on the CPU, and over the loopback interface, which needs no host name.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+# The processes
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -290,7 +290,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(folder)],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ON_THE_CPU},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import math
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import cake_ops
 import cake_ops.distributed
+from cake_ops.bench.records import geomean
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text()
@@ -145,8 +146,12 @@ def test_every_page_is_linked_from_the_readme() -> None:
 # Figures
 
 
+def measured(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"cake_ops/bench/results/{name}-h200.json").read_text())
+
+
 def test_speed_of_peers_is_what_was_measured() -> None:
-    results = json.loads((ROOT / "cake_ops/bench/results/grouped-h200.json").read_text())
+    results = measured("grouped")
     lines = PEERS.partition("| pass |")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(lines) == 9
     for line in lines:
@@ -163,7 +168,7 @@ def test_speed_of_peers_is_what_was_measured() -> None:
                 and arm in row["ratios"]
             ]
             if ratios:
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                mean = geomean(ratios)
                 cells += [f"{mean:.3f}", f"{sum(r < 1 for r in ratios)} of {len(ratios)}"]
             else:
                 cells += ["-", "-"]
@@ -171,7 +176,7 @@ def test_speed_of_peers_is_what_was_measured() -> None:
 
 
 def test_speed_of_grouped_gemms_is_what_was_measured() -> None:
-    results = json.loads((ROOT / "cake_ops/bench/results/grouped-h200.json").read_text())
+    results = measured("grouped")
     rows = [row for row in results["rows"] if row["mode"] == "eager"]
     ops = {
         "dW in BF16": "dW",
@@ -197,20 +202,20 @@ def test_speed_of_grouped_gemms_is_what_was_measured() -> None:
             if not found:
                 assert cell == "-"
                 continue
-            mean = math.exp(sum(map(math.log, found)) / len(found))
+            mean = geomean(found)
             low, high = min(found), max(found)
             span = f"[{low:.2f}, {high:.2f}]" if high < 10 else f"[{low:.2f}, {high:.1f}]"
             assert cell.startswith(f"{mean:.2f} {span}"), (name, arm, f"{mean:.2f} {span}")
 
 
 def test_speed_in_graphs_is_what_was_measured() -> None:
-    results = json.loads((ROOT / "cake_ops/bench/results/grouped-h200.json").read_text())
+    results = measured("grouped")
     rows = [row for row in results["rows"] if row["mode"] == "graph"]
     assert {row["shape"].split()[0] for row in rows} == {"gate_up"}
 
     def mean(op: str, arm: str) -> str:
         found = [row["ratios"][arm][0] for row in rows if row["op"] == op and arm in row["ratios"]]
-        return f"{math.exp(sum(map(math.log, found)) / len(found)):.2f}"
+        return f"{geomean(found):.2f}"
 
     torch = [mean(op, "torch") for op in ("fwd", "dgrad", "dW", "dW fp32", "ckpt", "ckpt ES")]
     text = " ".join(BENCHMARKS.split())
@@ -227,14 +232,11 @@ def test_lead_of_deepgemm_is_that_of_the_table() -> None:
 
 
 def test_speed_of_the_router_is_what_was_measured() -> None:
-    results = json.loads((ROOT / "cake_ops/bench/results/router-h200.json").read_text())
+    results = measured("router")
     rows = [row for row in results["rows"] if row["mode"] == "graph"]
 
     def best(row: dict) -> float:
         return min(row["ratios"][arm][0] for arm in ("torch", "cublas", "cublaslt"))
-
-    def mean(values: list[float]) -> float:
-        return math.exp(sum(map(math.log, values)) / len(values))
 
     for op in ("fwd", "dgrad", "wgrad", "bwd", "2fwd+bwd"):
         cells = [op]
@@ -243,17 +245,17 @@ def test_speed_of_the_router_is_what_was_measured() -> None:
             us = " / ".join(f"{row['arms']['cake']['median_us']:.1f}" for row in own)
             ratios = [best(row) for row in own]
             span = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-            cells.append(f"{us} us: {mean(ratios):.2f} {span}")
+            cells.append(f"{us} us: {geomean(ratios):.2f} {span}")
         assert "| " + " | ".join(cells) + " |" in BENCHMARKS
     ratios = [best(row) for row in rows]
-    assert f"The geometric mean of all 45 is {mean(ratios):.2f}." in BENCHMARKS
+    assert f"The geometric mean of all 45 is {geomean(ratios):.2f}." in BENCHMARKS
     text = " ".join(PEERS.split())
     assert f"takes {min(ratios):.2f} to {max(ratios):.2f} times as long" in text
-    assert f"by geometric mean {mean(ratios):.2f} over" in text
+    assert f"by geometric mean {geomean(ratios):.2f} over" in text
 
 
 def test_speed_of_layers_is_what_was_measured() -> None:
-    results = json.loads((ROOT / "cake_ops/bench/results/layers-h200.json").read_text())
+    results = measured("layers")
     for row in results["rows"]:
         low = row["ratios"]["grouped_mm"]
         cells = f"| {row['shape'].replace(' tokens', '')} | {row['mode']} |"
@@ -277,7 +279,7 @@ def test_speed_of_layers_is_what_was_measured() -> None:
 
 
 def test_accuracy_of_the_router_is_what_was_measured() -> None:
-    results = json.loads((ROOT / "cake_ops/bench/results/router-h200.json").read_text())
+    results = measured("router")
     text = " ".join(BENCHMARKS.split())
     cake, torch = (
         max(row["arms"][arm]["rel_error"] for row in results["rows"]) for arm in ("cake", "torch")

@@ -20,7 +20,7 @@ from .shapes import MODES, Row, select
 from .suite import Suite, run, total_seconds
 from .timing import Device
 
-__all__ = ["add_arguments", "chosen", "has_folder", "main", "open_device", "pattern"]
+__all__ = ["add_arguments", "can_run", "chosen", "has_folder", "main", "open_device", "pattern"]
 
 
 def add_arguments(parser: argparse.ArgumentParser, suite: Suite) -> None:
@@ -52,13 +52,7 @@ def main(args: argparse.Namespace, suite: Suite) -> int:
     arms = chosen(args.arms, suite.arms, "arm") or list(suite.arms)
     arms = [arm for arm in suite.arms if arm == BASE or arm in arms]
     rows = _rows(args, suite)
-    if not rows:
-        print("no row matches; --list shows them", file=sys.stderr)
-        return 2
-    if args.groups < 2:
-        print("--groups must be at least 2", file=sys.stderr)
-        return 2
-    if not has_folder(args.json):
+    if not can_run(rows, args.groups, args.json):
         return 2
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("--plot needs matplotlib", file=sys.stderr)
@@ -91,6 +85,17 @@ def pattern(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def can_run(rows: Sequence[object], groups: int, json: Path | None) -> bool:
+    """Whether there are rows, groups enough and a place for the file; says what is missing."""
+    if not rows:
+        print("no row matches; --list shows them", file=sys.stderr)
+        return False
+    if groups < 2:
+        print("--groups must be at least 2", file=sys.stderr)
+        return False
+    return has_folder(json)
 
 
 def has_folder(path: Path | None) -> bool:

@@ -32,6 +32,7 @@ import cake_ops
 from cake_ops.testing import null_kernels
 
 from .breakdown import breakdown, timed_parts, undisturbed
+from .command import has_folder
 from .devices import CpuDevice, CudaDevice, run_meta
 from .timing import arm_order
 
@@ -67,8 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if not has_folder(args.json):
+        return 2
     cuda = torch.cuda.is_available()
-    meta = run_meta(CudaDevice() if cuda else CpuDevice())
     print(f"torch {torch.__version__}, cake_ops {cake_ops.__version__}, host us a call")
     print(f"{args.rounds} rounds of {args.calls} calls: medians, and undisturbed times below them")
     print("\nnull kernels on the CPU")
@@ -76,13 +78,15 @@ def main(args: argparse.Namespace) -> int:
         rows = _report("null kernels", null_cases(), NULL_BUDGETS, args)
     parts: dict[str, dict[str, float]] = {}
     if cuda:
-        print(f"\nreal kernels on {meta['gpu']}: E 8, M 512, N 512, K 512")
+        name = torch.cuda.get_device_name()
+        print(f"\nreal kernels on {name}: E 8, M 512, N 512, K 512")
         rows += _report("grouped", cuda_cases(), CUDA_BUDGETS, args, torch.cuda.synchronize)
         parts |= _report_breakdown("grouped_mm", cuda_cases()["no grad"]["cake"][1], args)
         print("\nFP32 router: T 64, H 1024, N 256, no grad")
         rows += _report("router", router_cases(), ROUTER_BUDGETS, args, torch.cuda.synchronize)
         parts |= _report_breakdown("router_mm", router_cases()["fwd"]["cake"][1], args)
     if args.json is not None:
+        meta = run_meta(CudaDevice() if cuda else CpuDevice())
         document = {"meta": meta, "rows": rows, "breakdown": parts}
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     return int(args.check and not all(row["within"] for row in rows))

@@ -111,13 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     chosen = rows(args.rows, quick=args.quick, tiny=args.device == "cpu")
-    if not chosen:
-        print("no row matches; --list shows them", file=sys.stderr)
-        return 2
-    if args.groups < 2:
-        print("--groups must be at least 2", file=sys.stderr)
-        return 2
-    if not command.has_folder(args.json):
+    if not command.can_run(chosen, args.groups, args.json):
         return 2
     if args.list:
         print("\n".join(row.name for row in chosen))

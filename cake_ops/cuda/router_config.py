@@ -190,7 +190,7 @@ def is_valid(config: RouterConfig, T: int, N: int, H: int) -> bool:
         )
         and 0 < min(T, N, H)
         and max(T, N, H) <= MAX_SIZE
-        and ceil_div(T, row_tile(config) or T) * ctas_per_row_tile(config, N, H) <= MAX_GRID
+        and _all_ctas(config, T, N, H) <= MAX_GRID
     )
 
 
@@ -210,6 +210,11 @@ def row_tile(config: RouterConfig) -> int | None:
     return {"nt": config.tile_n, "nn": config.tile_m, "tn": None}[config.layout]
 
 
+def _all_ctas(config: RouterConfig, T: int, N: int, H: int) -> int:
+    """Returns the CTAs of one tile each."""
+    return ceil_div(T, row_tile(config) or T) * ctas_per_row_tile(config, N, H)
+
+
 def max_ctas(config: RouterConfig, num_sms: int) -> int:
     """Returns the most CTAs of a launch: without a cluster as many as run at a time, each for several tiles."""
     return num_sms if config.cluster_k == 1 else MAX_GRID
@@ -217,9 +222,7 @@ def max_ctas(config: RouterConfig, num_sms: int) -> int:
 
 def grid(config: RouterConfig, T: int, N: int, H: int, num_sms: int) -> int:
     """Returns the CTAs to launch, in one dimension."""
-    rows = row_tile(config)
-    tiles = ctas_per_row_tile(config, N, H) * (ceil_div(T, rows) if rows else 1)
-    return min(tiles, max_ctas(config, num_sms))
+    return min(_all_ctas(config, T, N, H), max_ctas(config, num_sms))
 
 
 def candidates(

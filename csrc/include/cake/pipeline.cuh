@@ -24,6 +24,12 @@ __device__ __forceinline__ void cluster_sync() {
   }
 }
 
+// Until the phase of `parity` of a barrier has completed.
+__device__ __forceinline__ void wait(u32 bar, u32 parity) {
+  while (!ptx::mbarrier_try_wait_parity(bar, parity)) {
+  }
+}
+
 template <int kStages>
 struct StageState {
   int stage = 0;
@@ -73,14 +79,12 @@ struct Pipeline {
   // A fresh barrier counts as having completed the phase before its first, hence the inverted
   // parity.
   __device__ __forceinline__ void producer_acquire(const State& state, u32 bytes) const {
-    while (!ptx::mbarrier_try_wait_parity(empty(state.stage), state.phase ^ 1)) {
-    }
+    wait(empty(state.stage), state.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full(state.stage), bytes);
   }
 
   __device__ __forceinline__ void consumer_wait(const State& state) const {
-    while (!ptx::mbarrier_try_wait_parity(full(state.stage), state.phase)) {
-    }
+    wait(full(state.stage), state.phase);
   }
 
   // Every consumer warp: lane r tells CTA r of the cluster.

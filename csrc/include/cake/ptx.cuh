@@ -15,16 +15,6 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 // ---- warps, warpgroups, clusters ----
 
-__device__ __forceinline__ bool elect_sync() {
-  u32 elected;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(elected));
-  return elected != 0;
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -41,20 +31,6 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
 
 __device__ __forceinline__ void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// All threads of the CTA: whether any of them says so.
-__device__ __forceinline__ bool bar_red_or(int barrier, bool value) {
-  u32 any;
-  asm volatile(
-      "{\n.reg .pred p, q;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "bar.red.or.pred q, %1, p;\n"
-      "selp.u32 %0, 1, 0, q;\n}\n"
-      : "=r"(any)
-      : "r"(barrier), "r"(static_cast<u32>(value))
-      : "memory");
-  return any != 0;
 }
 
 __device__ __forceinline__ u32 cluster_ctarank() {

@@ -49,10 +49,6 @@ struct RouterBarriers {
     ptx::fence_mbarrier_init_release_cluster();
   }
 };
-__device__ __forceinline__ void wait(u32 bar, u32 parity) {
-  while (!ptx::mbarrier_try_wait_parity(bar, parity)) {
-  }
-}
 
 // The part of K that a CTA sums: a run of k-blocks for each rank of its cluster.
 template <class Config>

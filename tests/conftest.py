@@ -6,11 +6,15 @@ element which a kernel forgets to write cannot pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
+import cake_ops
 from cake_ops._problem import Problem
 from cake_ops.cuda import launch
+from cake_ops.cuda.router_config import LAYOUTS, RouterConfig
 from cake_ops.cuda.routes import RouteCache
 
 pytest.register_assert_rewrite("forms", "emulator", "gpu", "ranks")  # before their first import
@@ -64,6 +68,20 @@ def misses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(RouteCache, "add", counting)
     return planned
+
+
+@pytest.fixture
+def force() -> Iterator[Callable[[RouterConfig], str]]:
+    """Makes every router call use one configuration, whatever would be chosen; returns the operator's name."""
+    operator = {layout: name for name, layout in LAYOUTS.items()}
+
+    def force(config: RouterConfig) -> str:
+        name = operator[config.layout]
+        cake_ops.set_router_route(name, config.name)
+        return name
+
+    yield force
+    cake_ops.reset_router_routes()
 
 
 @pytest.fixture

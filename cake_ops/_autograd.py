@@ -179,18 +179,28 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             if pushed:
                 pop_hooks()
 
-    def kernel(keyset, *tensors, **options):
-        launch = launches.get(keyset.raw_repr())
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, *tensors)
-        if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
-            if launch is None or top_hooks(False) is not None:
-                return with_grad(keyset, launch, tensors, options)
-            return apply((tensors, options, launch, None, None), tensors[0], tensors[1])
-        if launch is not None:
-            return launch(*tensors, **options)
-        return _redispatch(op, keyset, tensors, options)
+    def record(launch, *tensors, **options):
+        if top_hooks(False) is not None:
+            return with_grad(None, launch, tensors, options)
+        return apply((tensors, options, launch, None, None), tensors[0], tensors[1])
 
+    def kernel(keyset, *tensors, **options):
+        try:
+            launch = launches.get(keyset.raw_repr())
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(name, *tensors)
+            if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
+                if launch is None:
+                    return with_grad(keyset, None, tensors, options)
+                return record(launch, *tensors, **options)
+            if launch is not None:
+                return launch(*tensors, **options)
+            return _redispatch(op, keyset, tensors, options)
+        except AttributeError:
+            _refuse_none(op, *tensors)
+            raise
+
+    op.record = record
     LIB.impl(name, kernel, "Autograd", with_keyset=True)
 
 
@@ -213,15 +223,29 @@ def not_differentiable(name: str, advice: str) -> None:
                     raise RuntimeError(
                         f"cake::{name}: not differentiable, but {arg} requires grad; {advice}"
                     )
-        if launch is not None:
-            result = launch(*args, **kwargs)
-        else:
-            result = _redispatch(op, keyset, args, kwargs)
+        try:
+            if launch is not None:
+                result = launch(*args, **kwargs)
+            else:
+                result = _redispatch(op, keyset, args, kwargs)
+        except AttributeError:
+            _refuse_none(op, *args, **kwargs)
+            raise
         if op.mutates:
             torch.autograd.graph.increment_version(kwargs["out"] if "out" in kwargs else args[0])
         return result
 
     LIB.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _refuse_none(op: Op, *args: Any, **kwargs: Any) -> None:
+    """The dispatcher takes None for a tensor, and whoever looks at it first stumbles."""
+    for i, argument in enumerate(op.overload._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, ...)
+        if value is None and str(argument.type) == "Tensor":
+            raise RuntimeError(
+                f"cake::{op.name}: {argument.name} must be a tensor, got None"
+            ) from None
 
 
 def _refuse_tangents(name: str, *operands: Tensor) -> None:

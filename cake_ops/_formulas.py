@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import Call, differentiable, not_differentiable
+from ._eager import eager
 from ._library import OPS
 
 
@@ -18,17 +19,17 @@ class _Product:
     """Calls one operator of a family with the options of the call that is being differentiated."""
 
     def __init__(self, name: str) -> None:
-        self.overload = OPS[name].overload
+        self.call, self.overload = eager(name), OPS[name].overload
         self.accepts = {argument.name for argument in self.overload._schema.arguments}
         self.mixed = name.startswith("router")  # operands and result may differ in dtype
 
     def __call__(self, call: Call, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         options = {}
-        if "deterministic" in self.accepts and "deterministic" in call.options:
-            options["deterministic"] = call.options["deterministic"]
+        if "deterministic" in self.accepts and not call.options.get("deterministic", True):
+            options["deterministic"] = False
         if self.mixed and dtype != torch.float32 and "out_dtype" in self.accepts:
             options["out_dtype"] = dtype  # not the default: a dtype costs a microsecond to pass
-        result = self.overload(*tensors, **options)
+        result = self.overload(*tensors, **options) if options else self.call(*tensors)
         return result if result.dtype == dtype else result.to(dtype)
 
 

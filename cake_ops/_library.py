@@ -8,14 +8,15 @@ shim that does not exist for a Python operator.
 
 An :class:`Op` keeps the *launch* of each device, the function that checks the arguments and computes.
 The dispatcher reaches it through the backend key (``CPU``, ``CUDA``); the autograd kernel of
-:mod:`cake_ops._autograd` calls it directly when nothing stands between.
+:mod:`cake_ops._autograd` calls it directly when nothing stands between, and :mod:`cake_ops._eager` when a
+call is like an earlier one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -57,13 +58,25 @@ batched_mm_wgrad_out(Tensor g, Tensor x, *, bool deterministic=True, Tensor(a!) 
 
 # The keyset an Autograd kernel sees in plain eager mode: nothing but the backend and its autograd key.
 # Every mode, tracer, tensor subclass and transform adds a key.
-PLAIN = {
-    device: (
-        DispatchKeySet(getattr(DispatchKey, device))
-        | DispatchKeySet(getattr(DispatchKey, f"Autograd{device}"))
-    ).raw_repr()
+PLAIN_KEYS = {
+    device: DispatchKeySet(getattr(DispatchKey, device))
+    | DispatchKeySet(getattr(DispatchKey, f"Autograd{device}"))
     for device in ("CPU", "CUDA")
 }
+PLAIN = {device: keys.raw_repr() for device, keys in PLAIN_KEYS.items()}
+
+
+class Direct(NamedTuple):
+    """How calls like one are launched, as :mod:`cake_ops._eager` wants to know it.
+
+    Attributes:
+        first, last: the numbers of rows for which this holds.
+        launch: ``(*tensors) -> result``.
+    """
+
+    first: int
+    last: int
+    launch: Callable[..., Any]
 
 
 class Op:
@@ -74,21 +87,39 @@ class Op:
         overload: the ``OpOverload`` to call, to redispatch, and to register rules for.
         launch: the function of each device, keyed by the plain keyset of :data:`PLAIN`, so that one
             dictionary lookup both recognises plain eager mode and finds what to run.
+        direct: by the same keys, ``(*tensors) -> Direct | None`` of a call that was served; None is a call that
+            ``launch`` alone can serve. A device without one is always served by ``launch``.
+        record: ``(launch, *tensors)`` launches and records the call for backward.
         explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call, without running it.
         prepare: for each device, ``(out, *tensors) -> (launch, Explanation)`` of a checked call that
             writes ``out``.
+        autocasts: the dtypes of operands that autocast casts.
         mutates: whether the operator writes into its argument ``out``.
     """
 
-    __slots__ = ("explain", "launch", "mutates", "name", "overload", "prepare")
+    __slots__ = (
+        "autocasts",
+        "direct",
+        "explain",
+        "launch",
+        "mutates",
+        "name",
+        "overload",
+        "prepare",
+        "record",
+    )
 
     def __init__(self, schema: str) -> None:
         self.name = schema.split("(", 1)[0]
         LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self.launch: dict[int, Callable[..., Any]] = {}
+        self.direct: dict[int, Callable[..., Direct | None]] = {}
+        self.record: Callable[..., Any] | None = None
         self.explain: dict[str, Callable[..., Any]] = {}
         self.prepare: dict[str, Callable[..., Any]] = {}
+        router = self.name.startswith("router")
+        self.autocasts = {torch.float16} if router else {torch.float16, torch.float32}
         self.mutates = "(a!)" in schema
 
     def serve(self, device: str, launch: Callable[..., Any]) -> None:

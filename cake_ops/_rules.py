@@ -20,14 +20,11 @@ from ._library import LIB, NAMESPACE, OPS, Op
 
 def _register_autocast(op: Op, device: str) -> None:
     exclude = DispatchKeySet(getattr(DispatchKey, f"Autocast{device}"))
-    router = op.name.startswith("router")
+    to = torch.float32 if op.name.startswith("router") else torch.bfloat16
 
     def cast(t):
-        if not isinstance(t, Tensor) or t.device.type != device.lower():
-            return t
-        if router:
-            return t.float() if t.dtype == torch.float16 else t
-        return t.bfloat16() if t.dtype in (torch.float32, torch.float16) else t
+        applies = isinstance(t, Tensor) and t.device.type == device.lower()
+        return t.to(to) if applies and t.dtype in op.autocasts else t
 
     def kernel(*args, **kwargs):
         with _ExcludeDispatchKeyGuard(exclude):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_out_dtype
+from ._eager import eager
 from ._library import OPS
 
 __all__ = [
@@ -32,6 +33,12 @@ __all__ = [
     "dense_mm_wgrad",
     "linear",
 ]
+
+_EAGER = {
+    family + suffix: eager(family + suffix)
+    for family in ("dense_mm", "batched_mm")
+    for suffix in ("", "_dgrad", "_wgrad")
+}
 
 
 def _call(
@@ -46,6 +53,8 @@ def _call(
         check_out_dtype(f"{name}_out", out, out_dtype)
         OPS[f"{name}_out"].overload(a, b, deterministic=deterministic, out=out)
         return out
+    if out_dtype is None and deterministic:
+        return _EAGER[name](a, b)
     return OPS[name].overload(a, b, out_dtype=out_dtype, deterministic=deterministic)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ._checks import require, transpose_hint
-from ._library import OPS
+from ._eager import eager
+from .dense_mm import batched_mm
+from .grouped_mm import grouped_mm_wgrad
 
 __all__ = ["grouped_mm"]
 
-_fwd, _wgrad = OPS["grouped_mm"].overload, OPS["grouped_mm_wgrad"].overload
-_batched = OPS["batched_mm"].overload
+_fwd = eager("grouped_mm")
 _FORMS = {  # dimensions of mat_a and mat_b -> their shapes
     (2, 3): ("[M, K]", "[E, K, N]"),
     (2, 2): ("[N, M]", "[M, K]"),
@@ -73,9 +74,9 @@ def grouped_mm(
         )
     _check_contraction(mat_a, mat_b)
     if forms == (3, 3):
-        return _batched(mat_a, mat_b.transpose(-2, -1), out_dtype=out_dtype)
+        return batched_mm(mat_a, mat_b.transpose(-2, -1), out_dtype=out_dtype)
     if forms == (2, 2):
-        return _wgrad(mat_a.t(), mat_b, offs, out_dtype=out_dtype)
+        return grouped_mm_wgrad(mat_a.t(), mat_b, offs, out_dtype=out_dtype)
     if out_dtype not in (None, mat_a.dtype):
         raise RuntimeError(
             "cake_ops.functional.grouped_mm: out_dtype must be that of the operands"

@@ -29,14 +29,12 @@ import torch
 from torch import Tensor
 
 from ._checks import check_out_dtype
+from ._eager import eager
 from ._library import OPS
 
 __all__ = ["grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad", "grouped_mm_wgrad_"]
 
-_fwd, _fwd_out = OPS["grouped_mm"].overload, OPS["grouped_mm_out"].overload
-_dgrad, _dgrad_out = OPS["grouped_mm_dgrad"].overload, OPS["grouped_mm_dgrad_out"].overload
-_wgrad, _wgrad_out = OPS["grouped_mm_wgrad"].overload, OPS["grouped_mm_wgrad_out"].overload
-_wgrad_add = OPS["grouped_mm_wgrad_"].overload
+_fwd, _dgrad, _wgrad = map(eager, ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad"))
 
 
 def grouped_mm(
@@ -60,11 +58,11 @@ def grouped_mm(
         y [M, N], contiguous, in x's dtype. Differentiable in x and w, any number of times.
     """
     if out is not None:
-        _fwd_out(x, w, offs, out=out)
+        OPS["grouped_mm_out"].overload(x, w, offs, out=out)
         return out
-    if deterministic:  # a default that is not passed spares half a microsecond
+    if deterministic:
         return _fwd(x, w, offs)
-    return _fwd(x, w, offs, deterministic=False)
+    return OPS["grouped_mm"].overload(x, w, offs, deterministic=False)
 
 
 def grouped_mm_dgrad(g: Tensor, w: Tensor, offs: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -80,7 +78,7 @@ def grouped_mm_dgrad(g: Tensor, w: Tensor, offs: Tensor, *, out: Tensor | None =
         dx [M, K], contiguous, in g's dtype.
     """
     if out is not None:
-        _dgrad_out(g, w, offs, out=out)
+        OPS["grouped_mm_dgrad_out"].overload(g, w, offs, out=out)
         return out
     return _dgrad(g, w, offs)
 
@@ -109,11 +107,13 @@ def grouped_mm_wgrad(
     """
     if out is not None:
         check_out_dtype("grouped_mm_wgrad_out", out, out_dtype)
-        _wgrad_out(g, x, offs, deterministic=deterministic, out=out)
+        OPS["grouped_mm_wgrad_out"].overload(g, x, offs, deterministic=deterministic, out=out)
         return out
     if out_dtype is None and deterministic:
         return _wgrad(g, x, offs)
-    return _wgrad(g, x, offs, out_dtype=out_dtype, deterministic=deterministic)
+    return OPS["grouped_mm_wgrad"].overload(
+        g, x, offs, out_dtype=out_dtype, deterministic=deterministic
+    )
 
 
 def grouped_mm_wgrad_(
@@ -131,5 +131,5 @@ def grouped_mm_wgrad_(
     Returns:
         ``out``. Slices of empty groups keep their bits.
     """
-    _wgrad_add(out, g, x, offs, deterministic=deterministic)
+    OPS["grouped_mm_wgrad_"].overload(out, g, x, offs, deterministic=deterministic)
     return out

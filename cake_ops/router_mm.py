@@ -39,15 +39,12 @@ import torch
 from torch import Tensor
 
 from ._checks import check_out_dtype
+from ._eager import eager
 from ._library import OPS
 
 __all__ = ["router_mm", "router_mm_dgrad", "router_mm_wgrad", "router_mm_wgrad_", "split_bf16x3"]
 
-_fwd, _fwd_out = OPS["router_mm"].overload, OPS["router_mm_out"].overload
-_dgrad, _dgrad_out = OPS["router_mm_dgrad"].overload, OPS["router_mm_dgrad_out"].overload
-_wgrad, _wgrad_out = OPS["router_mm_wgrad"].overload, OPS["router_mm_wgrad_out"].overload
-_wgrad_add = OPS["router_mm_wgrad_"].overload
-_split = OPS["split_bf16x3"].overload
+_fwd, _dgrad, _wgrad = map(eager, ("router_mm", "router_mm_dgrad", "router_mm_wgrad"))
 
 
 def router_mm(
@@ -65,11 +62,11 @@ def router_mm(
         logits [T, N], FP32, contiguous. Differentiable in x and w, any number of times.
     """
     if out is not None:
-        _fwd_out(x, w, deterministic=deterministic, out=out)
+        OPS["router_mm_out"].overload(x, w, deterministic=deterministic, out=out)
         return out
-    if deterministic:  # defaults that are not passed spare half a microsecond
+    if deterministic:
         return _fwd(x, w)
-    return _fwd(x, w, deterministic=False)
+    return OPS["router_mm"].overload(x, w, deterministic=False)
 
 
 def router_mm_dgrad(
@@ -94,11 +91,11 @@ def router_mm_dgrad(
     """
     if out is not None:
         check_out_dtype("router_mm_dgrad_out", out, out_dtype)
-        _dgrad_out(g, w, deterministic=deterministic, out=out)
+        OPS["router_mm_dgrad_out"].overload(g, w, deterministic=deterministic, out=out)
         return out
     if out_dtype is None and deterministic:
         return _dgrad(g, w)
-    return _dgrad(g, w, out_dtype=out_dtype, deterministic=deterministic)
+    return OPS["router_mm_dgrad"].overload(g, w, out_dtype=out_dtype, deterministic=deterministic)
 
 
 def router_mm_wgrad(
@@ -123,11 +120,11 @@ def router_mm_wgrad(
     """
     if out is not None:
         check_out_dtype("router_mm_wgrad_out", out, out_dtype)
-        _wgrad_out(g, x, deterministic=deterministic, out=out)
+        OPS["router_mm_wgrad_out"].overload(g, x, deterministic=deterministic, out=out)
         return out
     if out_dtype is None and deterministic:
         return _wgrad(g, x)
-    return _wgrad(g, x, out_dtype=out_dtype, deterministic=deterministic)
+    return OPS["router_mm_wgrad"].overload(g, x, out_dtype=out_dtype, deterministic=deterministic)
 
 
 def router_mm_wgrad_(out: Tensor, g: Tensor, x: Tensor, *, deterministic: bool = True) -> Tensor:
@@ -142,7 +139,7 @@ def router_mm_wgrad_(out: Tensor, g: Tensor, x: Tensor, *, deterministic: bool =
     Returns:
         ``out``.
     """
-    _wgrad_add(out, g, x, deterministic=deterministic)
+    OPS["router_mm_wgrad_"].overload(out, g, x, deterministic=deterministic)
     return out
 
 
@@ -160,4 +157,4 @@ def split_bf16x3(x: Tensor) -> Tensor:
     Returns:
         parts [3, *x.shape], BF16, contiguous.
     """
-    return _split(x)
+    return OPS["split_bf16x3"].overload(x)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from ._eager import forget_calls
 from ._library import OPS
 from ._problem import PROBLEMS
 
@@ -23,15 +24,20 @@ Launch = Callable[..., Any]
 
 @contextmanager
 def _swapped(wrap: Callable[[str, Launch], Launch]) -> Iterator[None]:
-    before = {name: dict(op.launch) for name, op in OPS.items()}
+    before = {name: (dict(op.launch), dict(op.direct)) for name, op in OPS.items()}
     try:
         for name, op in OPS.items():
-            for key, launch in before[name].items():
+            op.direct.clear()  # the eager fast path takes the launches too
+            for key, launch in before[name][0].items():
                 op.launch[key] = wrap(name, launch)
+        forget_calls()
         yield
     finally:
         for name, op in OPS.items():
-            op.launch.update(before[name])
+            launch, direct = before[name]
+            op.launch.update(launch)
+            op.direct.update(direct)
+        forget_calls()
 
 
 @contextmanager

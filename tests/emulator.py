@@ -156,6 +156,8 @@ def emulated_family(
         if name.startswith(family):
             op = OPS[name]
             monkeypatch.setitem(op.launch, PLAIN["CPU"], op.launch[PLAIN["CUDA"]])
+            if op.direct:
+                monkeypatch.setitem(op.direct, PLAIN["CPU"], op.direct[PLAIN["CUDA"]])
             for table in (op.explain, op.prepare):
                 if table:
                     monkeypatch.setitem(table, "CPU", table["CUDA"])

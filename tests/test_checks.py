@@ -7,6 +7,7 @@ operator and says which argument, what was wanted and what was got. What ``out``
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import cake_ops
+from cake_ops._library import OPS
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
@@ -300,6 +302,24 @@ def test_h16_h18_bad_offs_are_refused_on_every_device(device: torch.device, bad:
     with pytest.raises(RuntimeError) as error:
         getattr(cake_ops, bad.name)(**{name: t.to(device) for name, t in arguments.items()})
     assert str(error.value) == f"cake::{bad.name}: {bad.message}"
+
+
+@pytest.mark.parametrize("kind", ["real", "meta", "fake"])
+@pytest.mark.parametrize("name", [name for name in OPS if name != "split_bf16x3"])
+def test_none_in_place_of_a_tensor(name: str, kind: str) -> None:
+    """The dispatcher lets it pass."""
+    good = good_arguments(name)
+    if OPS[name].mutates:
+        good["out"] = canary(1)
+    with FakeTensorMode() if kind == "fake" else nullcontext():
+        tensors = {
+            arg: t if kind == "real" else torch.empty(t.shape, dtype=t.dtype, device="meta")
+            for arg, t in good.items()
+        }
+        for arg in good:
+            with pytest.raises(RuntimeError) as error:
+                OPS[name].overload(**{**tensors, arg: None})
+            assert str(error.value) == f"cake::{name}: {arg} must be a tensor, got None"
 
 
 @pytest.mark.parametrize("moved", ["w", "offs", "out"])

@@ -1,8 +1,8 @@
 """Where the host time of an eager call goes: each part of a call timed by itself, in loops.
 
-The parts are those of :mod:`cake_ops.cuda.grouped_mm` or :mod:`cake_ops.cuda.router_mm` and of the launch
-made there. What no part explains is given as the rest: it holds the packing of arguments, the look-ups of
-device and stream, and the parts' own calls. Shares are differences, so all parts must be of one host speed:
+The parts are the recognition of a call by :mod:`cake_ops._eager` and those of the launch of
+:mod:`cake_ops.cuda.launch`. What no part explains is given as the rest: it holds the packing of arguments, the
+look-ups of device and stream, and the parts' own calls. Shares are differences, so all parts must be of one host speed:
 undisturbed times are, while medians on a host that is slow half of the time fall on either side.
 """
 
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 import cake_ops
@@ -55,15 +54,15 @@ def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], 
         op: grouped_mm or router_mm.
         tensors: its arguments, on a GPU that has kernels.
     """
-    from cake_ops.cuda import router_routes, routes
     from cake_ops.cuda.driver import driver
     from cake_ops.cuda.launch import empty_strided
 
     with recorded_launches() as launches:
         recorded = cake_ops.prepare(op, *tensors)
         recorded.launch()
-    cache, out = routes.CACHES[op], recorded.out
-    key = {"grouped_mm": routes.call_key, "router_mm": router_routes.call_key}[op]
+    call, out = getattr(cake_ops, op), recorded.out
+    call(*tensors)  # it is planned, and remembered
+    direct = OPS[op].direct[PLAIN["CUDA"]](*tensors)
     mapped = (*tensors[:2], out) if op == "grouped_mm" else tensors[:2]
     finds = [{t.data_ptr(): True}.get for t in mapped]
     find_a, find_b = finds[:2]
@@ -78,9 +77,8 @@ def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], 
         finds[2](out.data_ptr())
 
     parts: dict[str, Part] = {
-        "call": (getattr(torch.ops.cake, op), tensors),
-        "launch": (OPS[op].launch[PLAIN["CUDA"]], tensors),
-        "key": (lambda *call: cache.get(key(*call)), tensors),
+        "call": (call, tensors),
+        "launch": (direct.launch, tensors),
         "allocation": (empty_strided, (tuple(out.shape), out.stride(), out.dtype)),
         "tensor maps": (three_maps if len(mapped) == 3 else two_maps, mapped),
         "driver": (driver().cuLaunchKernelEx, launches[0]),
@@ -98,11 +96,10 @@ def breakdown(us: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The parts' undisturbed shares of a call, in microseconds, less the cost of calling a part at all."""
     nothing = undisturbed(us["nothing"])
     part = {name: undisturbed(times) - nothing for name, times in us.items()}
-    inside = ("key", "allocation", "tensor maps", "driver")
+    inside = ("allocation", "tensor maps", "driver")
     return {
         "whole call": part["call"],
-        "dispatcher": part["call"] - part["launch"],
-        "key": part["key"],
+        "recognition": part["call"] - part["launch"],
         "allocation": part["allocation"],
         "tensor maps": part["tensor maps"],
         "driver's launch": part["driver"],

@@ -31,6 +31,12 @@ def rows_bucket(M: int) -> int:
     return -(-M >> shift) << shift if shift > 0 else M
 
 
+def bucket_range(M: int) -> tuple[int, int]:
+    """The first and the last number of rows in the bucket of ``M``."""
+    last = rows_bucket(M)
+    return last + 1 - (1 << max((last - 1).bit_length() - 3, 0)), last
+
+
 @dataclass(frozen=True)
 class TensorMapGeometry:
     """What cuTensorMapEncodeTiled needs besides the address: innermost dimension first.

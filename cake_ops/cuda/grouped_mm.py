@@ -16,7 +16,7 @@ from torch import Tensor
 from .._checks import check_offs_values
 from .._environment import flag
 from .._explanation import Explanation
-from .._library import OPS
+from .._library import OPS, PLAIN, Direct
 from .._problem import PROBLEMS
 from .._serve import serve_into
 from .device import no_kernels_reason
@@ -30,7 +30,7 @@ from .grouped_routes import (
     wgrad_add_route,
     wgrad_route,
 )
-from .routes import Route, RouteCache, allocating, call_key
+from .routes import Route, RouteCache, allocating, call_key, direct_launch
 
 CHECK_OFFS = flag("CAKE_CHECK_OFFS")
 
@@ -55,7 +55,7 @@ def _check_offs(op: str, offs: Tensor, rows: int) -> None:
 
 def _serve_plain(name: str, make: MakeRoute) -> None:
     """The form that allocates its result."""
-    problem = PROBLEMS[name]
+    problem, b_has_rows = PROBLEMS[name], name.endswith("wgrad")
 
     def make_route(
         a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
@@ -90,6 +90,12 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
             _check_offs(name, offs, a.shape[0])
         return route.run(None, a, b, offs)
 
+    def direct(a: Tensor, b: Tensor, offs: Tensor) -> Direct | None:
+        if CHECK_OFFS:
+            return None
+        key = call_key(a, b, offs, b_has_rows)
+        return direct_launch(routes.get((None, key) if b_has_rows else key), a.shape[0])
+
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
         return make_route(*tensors, out_dtype).explanation
 
@@ -103,7 +109,8 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
         return partial(route.run, out, *tensors), route.explanation
 
     op = OPS[name]
-    op.serve("CUDA", launch_ragged_k if name.endswith("wgrad") else launch_ragged_m)
+    op.serve("CUDA", launch_ragged_k if b_has_rows else launch_ragged_m)
+    op.direct[PLAIN["CUDA"]] = direct
     op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._explanation import Explanation
-from .._library import OPS
+from .._library import OPS, PLAIN, Direct
 from .._problem import PROBLEMS
 from .._serve import serve, serve_into
 from ..cpu import router_mm as fp64
@@ -22,7 +22,7 @@ from .device import no_kernels_reason
 from .driver import kernel
 from .router_config import LAYOUTS, all_configs
 from .router_routes import call_key, into_route, make_route
-from .routes import Route, RouteCache, allocating
+from .routes import Route, RouteCache, allocating, direct_launch
 
 
 def load_kernels(device: int) -> None:
@@ -54,6 +54,9 @@ def _serve(name: str) -> None:
         route = routes.get(key) or routes.add(key, a, b, out_dtype)
         return route.run(None, a, b)
 
+    def direct(a: Tensor, b: Tensor) -> Direct | None:
+        return direct_launch(routes.get(call_key(a, b, None, b_has_rows)), a.shape[0])
+
     def write(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor) -> None:
         into_route(name, accumulate, out, a, b).run(out, a, b)
 
@@ -74,6 +77,7 @@ def _serve(name: str) -> None:
 
     op = OPS[name]
     op.serve("CUDA", launch)
+    op.direct[PLAIN["CUDA"]] = direct
     op.explain["CUDA"], op.prepare["CUDA"] = explain, prepare
     serve_into("CUDA", name, write, explain_into)
 

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .._eager import forget_calls
 from .geometry import MAX_SIZE, rows_bucket
 from .router_config import (
     LAYOUTS,
@@ -155,17 +156,20 @@ class Verdicts:
         with self._lock:
             self._layers = {**self._layers, "override": (route, *self._layers["override"])}
             self.generation += 1
+        forget_calls()
 
     def reset(self) -> None:
         """Forgets the overrides, and reads the files anew."""
         with self._lock:
             self._layers = {"override": ()}
             self.generation += 1
+        forget_calls()
 
     def forget_files(self) -> None:
         with self._lock:
             self._layers = {"override": self._layers["override"]}
             self.generation += 1
+        forget_calls()
 
 
 TABLE = Verdicts()

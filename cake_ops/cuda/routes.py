@@ -10,14 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from .._eager import forget_calls
 from .._explanation import Explanation
+from .._library import Direct
 from .._log import forget, log_route
 from .._serve import below_autograd
-from .geometry import rows_bucket
+from .geometry import bucket_range, rows_bucket
 
 MAX_ROUTES = 1024
 
@@ -97,6 +100,13 @@ def allocating(route: Route, allocate: Callable[..., Tensor]) -> Route:
     return Route(run, route.explanation)
 
 
+def direct_launch(route: Route | None, rows: int) -> Direct | None:
+    """What the eager fast path may know of a call that ``route`` serves: the launch of a kernel."""
+    if route is None or route.explanation.path != "kernel":
+        return None
+    return Direct(*bucket_range(rows), partial(route.run, None))
+
+
 def call_key(a: Tensor, b: Tensor, offs: Tensor, b_has_rows: bool = False) -> tuple[Any, ...]:
     """The geometry of a call. The first operand has M rows, the second should have as many with
     ``b_has_rows``; M enters as a bucket. Strides tell how many dimensions a tensor has, and only a first
@@ -149,4 +159,5 @@ def clear_caches() -> None:
     """Forgets every route, prepared launch and tensor map. Calls after it plan anew."""
     for cache in CACHES.values():
         cache.clear()
+    forget_calls()
     forget()

@@ -1,0 +1,387 @@
+"""The eager fast path: what it recognises, what it leaves to the dispatcher, and that both say the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import cake_ops
+from cake_ops import _eager
+from cake_ops._library import OPS
+from cake_ops.cuda.geometry import bucket_range, rows_bucket
+
+Watch = Callable[[str], tuple[Callable[..., Tensor], list[int]]]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """The fast path of an operator, new, and a list that grows when a call takes the dispatcher."""
+
+    def watched(name: str) -> tuple[Callable[..., Tensor], list[int]]:
+        op, dispatched = OPS[name], []
+
+        def overload(*tensors):
+            dispatched.append(1)
+            return op.overload(*tensors)
+
+        class Watched:
+            def __getattr__(self, attribute):
+                return overload if attribute == "overload" else getattr(op, attribute)
+
+        monkeypatch.setitem(OPS, name, Watched())
+        call = _eager.eager.__wrapped__(name)
+        monkeypatch.setitem(OPS, name, op)
+        return call, dispatched
+
+    return watched
+
+
+def operands(name: str, rows: int = 5, *, dtype=torch.float32, grad=False) -> tuple[Tensor, ...]:
+    e, n, k = 2, 8, 16
+    family, _, form = name.partition("_mm")
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
+
+    x, g = normal(rows, k), normal(rows, n)
+    weight = normal(n, k) if family in ("router", "dense") else normal(e, n, k)
+    if family == "batched":
+        x, g = normal(e, rows, k), normal(e, rows, n)
+    a, b = {"": (x, weight), "_dgrad": (g, weight), "_wgrad": (g, x)}[form]
+    if family == "grouped":
+        return a, b, torch.tensor([rows // 2, rows], dtype=torch.int32)
+    return a, b
+
+
+NAMES = [
+    f"{family}_mm{form}"
+    for family in ("grouped", "router", "dense", "batched")
+    for form in ("", "_dgrad", "_wgrad")
+]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_second_call_is_recognised_and_gives_the_same(watch, name, grad):
+    call, dispatched = watch(name)
+    tensors = operands(name, grad=grad)
+    results = [call(*tensors) for _ in range(3)]
+    assert len(dispatched) == 1
+    direct = OPS[name].overload(*tensors)
+    for y in results:
+        assert torch.equal(y, direct) and y._version == 0
+        assert y.requires_grad == grad and type(y.grad_fn) is type(direct.grad_fn)
+    if grad:
+        g = torch.randn_like(direct)
+        wanted = torch.autograd.grad(direct, tensors[:2], g)
+        got = torch.autograd.grad(results[-1], tensors[:2], g)
+        assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_wgrad", "router_mm", "router_mm_wgrad"])
+def test_other_rows_are_recognised(watch, name):
+    call, dispatched = watch(name)
+    for rows in (5, 7, 1, 100):
+        tensors = operands(name, rows)
+        assert torch.equal(call(*tensors), OPS[name].overload(*tensors))
+    assert len(dispatched) == 1
+
+
+def test_a_parameter_a_graph_and_no_grad_have_calls_of_their_own(watch):
+    call, dispatched = watch("router_mm")
+    x, w = operands("router_mm")
+    for b in (w, torch.nn.Parameter(w), torch.nn.Parameter(w, requires_grad=False)):
+        for _ in range(2):
+            assert call(x, b).requires_grad == b.requires_grad
+        with torch.no_grad():
+            assert not call(x, b).requires_grad
+    assert len(dispatched) == 3
+
+
+def changed(tensors: tuple[Tensor, ...], how: str) -> tuple[Tensor, ...]:
+    x, w, offs = tensors
+    if how == "dtype":
+        return x.double(), w.double(), offs
+    if how == "size":
+        return x, w[:1].contiguous(), offs[-1:].contiguous()
+    if how == "strides":
+        return x, w.transpose(1, 2).contiguous().transpose(1, 2), offs
+    if how == "strides of offs":
+        return x, w, torch.stack([offs, offs], 1)[:, 0]
+    assert how == "alignment"
+    storage = torch.empty(x.numel() + 1)
+    return storage[1:].view_as(x).copy_(x), w, offs
+
+
+@pytest.mark.parametrize("how", ["dtype", "size", "strides", "strides of offs", "alignment"])
+def test_another_geometry_is_not_taken_for_a_known_one(watch, how):
+    call, dispatched = watch("grouped_mm")
+    tensors = operands("grouped_mm")
+    call(*tensors)
+    others = changed(tensors, how)
+    assert torch.equal(call(*others), OPS["grouped_mm"].overload(*others))
+    assert len(dispatched) == 2
+    call(*others)
+    assert len(dispatched) == (3 if how == "alignment" else 2)
+
+
+class _DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _profiled() -> Iterator[None]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        yield
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        _DispatchMode,
+        _FunctionMode,
+        lambda: torch.device("cpu"),  # a function mode too
+        lambda: FakeTensorMode(allow_non_fake_inputs=True),
+        _profiled,
+        forward_ad.dual_level,
+    ],
+    ids=["dispatch mode", "function mode", "device", "fake mode", "profiler", "dual level"],
+)
+def test_what_watches_a_call_sees_the_dispatcher(watch, context):
+    call, dispatched = watch("router_mm")
+    tensors = operands("router_mm")
+    call(*tensors)
+    with context():
+        call(*tensors)
+        call(*tensors)
+    assert len(dispatched) == 3
+    call(*tensors)
+    assert len(dispatched) == 3
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda f, t: make_fx(f)(t),
+        lambda f, t: make_fx(f, pre_dispatch=True)(t),
+        lambda f, t: torch.jit.trace(f, t, check_trace=False),
+        lambda f, t: torch.func.functionalize(f)(t),
+        lambda f, t: torch.func.vmap(f)(t[None]),
+        lambda f, t: torch.func.grad(lambda u: f(u).sum())(t),
+        lambda f, t: torch.func.jacrev(f)(t),
+    ],
+    ids=["fx", "fx-pre", "jit", "functionalize", "vmap", "grad", "jacrev"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_transforms_and_tracers_see_the_dispatcher(watch, trace):
+    """Also if they meet a call on tensors of their surroundings, which are plain."""
+    call, dispatched = watch("router_mm")
+    x, w = operands("router_mm")
+    call(x, w)
+    seen = []
+
+    def f(t):
+        before = len(dispatched)
+        y = call(t, w)
+        seen.append(len(dispatched) - before)
+        return y + call(x, w)
+
+    trace(f, x)
+    assert seen == [1]
+    assert len(dispatched) == 3
+
+
+def test_a_profile_has_the_event_of_a_known_call():
+    x, w = operands("router_mm")
+    for _ in range(2):
+        cake_ops.router_mm(x, w)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cake_ops.router_mm(x, w)
+    assert "cake::router_mm" in {event.key for event in profile.key_averages()}
+
+
+def test_a_tangent_is_refused_by_a_known_call():
+    x, w = operands("router_mm")
+    for _ in range(2):
+        cake_ops.router_mm(x, w)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        cake_ops.router_mm(forward_ad.make_dual(x, x), w)
+
+
+def test_subclasses_negative_views_and_functional_tensors_take_the_dispatcher(watch):
+    call, dispatched = watch("router_mm")
+    x, w = operands("router_mm")
+    call(x, w)
+
+    class Sub(Tensor):
+        pass
+
+    negative = torch.complex(x, -x).conj().imag  # x, with the negative bit
+    assert negative.is_neg() and torch.equal(negative, x)
+    for other in (x.as_subclass(Sub), negative, torch._efficientzerotensor(x.shape)):
+        wanted = OPS["router_mm"].overload(other, w)
+        assert torch.equal(call(other, w), wanted) and torch.equal(call(other, w), wanted)
+    assert len(dispatched) == 7
+    call(torch._to_functional_tensor(x), torch._to_functional_tensor(w))
+    assert len(dispatched) == 8
+
+
+def test_a_meta_tensor_and_what_is_no_tensor(watch):
+    call, dispatched = watch("router_mm")
+    x, w = operands("router_mm")
+    call(x, w)
+    assert call(x.to("meta"), w.to("meta")).is_meta and len(dispatched) == 2
+    for bad in ((None, w), (x, 1.0), (x, torch.tensor(1.0))):
+        with pytest.raises(RuntimeError):
+            call(*bad)
+    assert len(dispatched) == 5
+
+
+@pytest.mark.parametrize("dtype, through", [(torch.bfloat16, 1), (torch.float32, 3)])
+def test_autocast(watch, dtype, through):
+    """Operands that autocast leaves alone are recognised inside it, those it casts are cast each time."""
+    call, dispatched = watch("dense_mm")
+    x, w = operands("dense_mm", dtype=dtype)
+    wanted = cake_ops.dense_mm(x.bfloat16(), w.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            y = call(x, w)
+            assert y.dtype == torch.bfloat16 and torch.equal(y, wanted)
+    assert len(dispatched) == through
+    call(x, w)
+    assert len(dispatched) == through + 1  # outside it, it is another call
+
+
+def test_inference_mode_and_its_tensors(watch):
+    call, dispatched = watch("router_mm")
+    x, w = operands("router_mm")
+    with torch.inference_mode():
+        inside = [call(x, w) for _ in range(3)]
+        own = x * 1
+    assert len(dispatched) == 1 and all(y.is_inference() for y in inside)
+    outside = [call(own, w) for _ in range(3)]
+    assert len(dispatched) == 2 and not any(y.is_inference() for y in outside)
+
+
+@pytest.mark.parametrize("early_stop, launches", [(True, 1), (False, 2)])
+def test_a_known_call_stops_a_recomputation_before_its_launch(early_stop, launches):
+    x, w, offs = operands("grouped_mm", grad=True)
+    for _ in range(2):  # in its forward and its backward the third step has known calls only
+        cake_ops.grouped_mm(x, w, offs).sum().backward()
+        with cake_ops.testing.count_launches() as count:
+            for _ in range(3):
+                count.clear()
+                y = checkpoint(
+                    cake_ops.grouped_mm, x, w, offs, use_reentrant=False, early_stop=early_stop
+                )
+                y.sum().backward()
+    assert count == {"grouped_mm": launches, "grouped_mm_dgrad": 1, "grouped_mm_wgrad": 1}
+
+
+def test_known_calls_raise_what_others_raise(watch):
+    call, _ = watch("grouped_mm_wgrad")
+    g, x, offs = operands("grouped_mm_wgrad")
+    call(g, x, offs)
+    for bad in ((g, x[:-1], offs), (g, x, offs + 1), (g, x, offs.flip(0))):
+        messages = []
+        for function in (call, OPS["grouped_mm_wgrad"].overload):
+            with pytest.raises(RuntimeError) as error:
+                function(*bad)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+
+def test_exchanged_launches_are_exchanged_for_known_calls():
+    x, w = operands("router_mm")
+    y = cake_ops.router_mm(x, w)
+    with cake_ops.testing.count_launches() as outer:
+        for _ in range(3):
+            cake_ops.router_mm(x, w)
+        with cake_ops.testing.null_kernels():
+            cake_ops.router_mm(x, w)
+        cake_ops.router_mm(x, w)
+    assert outer["router_mm"] == 4
+    assert torch.equal(cake_ops.router_mm(x, w), y) and outer["router_mm"] == 4
+
+
+def test_clear_caches_forgets(watch):
+    call, dispatched = watch("router_mm")
+    tensors = operands("router_mm")
+    for _ in range(2):
+        call(*tensors)
+    cake_ops.clear_caches()
+    call(*tensors)
+    assert len(dispatched) == 2
+
+
+def test_a_call_during_which_all_is_forgotten_is_not_remembered(watch, monkeypatch):
+    call, dispatched = watch("router_mm")
+    tensors = operands("router_mm")
+    launch_key = _eager._launch_key
+
+    def interrupted(*args):
+        _eager.forget_calls()
+        return launch_key(*args)
+
+    monkeypatch.setattr(_eager, "_launch_key", interrupted)
+    for _ in range(2):
+        call(*tensors)
+    assert len(dispatched) == 2
+
+
+def test_what_is_known_is_bounded_and_holds_no_tensor(watch, monkeypatch):
+    monkeypatch.setattr(_eager, "MAX_KNOWN", 4)
+    monkeypatch.setattr(_eager, "MAX_SIZES", 3)
+    call, dispatched = watch("router_mm")
+    table = _eager._tables[-1]
+    for n in range(1, 9):
+        call(torch.randn(3, 8), torch.randn(n, 8))
+    assert [len(known) for known in table.values()] == [4]
+    for n in (8, 7, 6, 5):
+        call(torch.randn(3, 8), torch.randn(n, 8))
+    assert len(dispatched) == 8
+    for k in (8, 12, 16, 20):
+        call(torch.randn(3, k), torch.randn(2, k))
+    assert list(table) == [20]
+    x, w = torch.randn(3, 20), torch.randn(2, 20)
+    call(x, w)
+    held = [weakref.ref(t) for t in (x, w)]
+    del x, w
+    gc.collect()
+    assert [t() for t in held] == [None, None]
+
+
+def test_without_guards_every_call_takes_the_dispatcher(watch, monkeypatch):
+    monkeypatch.setattr(_eager, "TensorGuards", None)
+    call, dispatched = watch("router_mm")
+    tensors = operands("router_mm")
+    for _ in range(2):
+        assert torch.equal(call(*tensors), OPS["router_mm"].overload(*tensors))
+    assert len(dispatched) == 2
+
+
+def test_a_bucket_is_a_range():
+    for m in range(3000):
+        first, last = bucket_range(m)
+        assert first <= m <= last and {rows_bucket(i) for i in range(max(first, 0), last + 1)} == {
+            rows_bucket(m)
+        }
+        assert m == 0 or rows_bucket(first - 1) != rows_bucket(m) != rows_bucket(last + 1)

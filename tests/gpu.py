@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -35,6 +36,13 @@ ROUTER_TOLERANCE = 5e-7  # of every FP32 result of the router, as its module say
 
 SIZES = [97, 0, 64, 1, 138]
 OTHER_SIZES = ([0, 300, 0, 0, 0], [60, 60, 60, 60, 60], [0, 0, 0, 0, 0], [1, 2, 290, 3, 4], SIZES)
+
+
+def settled_memory() -> int:
+    """GPU memory in use, when what other tests left to the garbage collector is gone."""
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated()
 
 
 class Problem(NamedTuple):

@@ -13,7 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import assert_close, same_bits
-from gpu import BF16, DEVICE, KERNEL_FAMILIES, SIZES, Problem, gemms, kernels, problem, small, wait
+from gpu import (
+    BF16,
+    DEVICE,
+    KERNEL_FAMILIES,
+    SIZES,
+    Problem,
+    gemms,
+    kernels,
+    problem,
+    settled_memory,
+    small,
+    wait,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -57,8 +69,7 @@ def test_h38_nothing_outlives_a_step(uncollected: None, family: str, backward: b
         return held
 
     step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = settled_memory()
     assert all(ref() is None for ref in step())
     assert torch.cuda.memory_allocated() == before
 

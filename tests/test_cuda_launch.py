@@ -29,6 +29,7 @@ from gpu import (
     kernels,
     problem,
     router,
+    settled_memory,
     small,
     small_of,
     wait,
@@ -126,8 +127,7 @@ def test_h52_fresh_tensors_of_known_shapes_hit(monkeypatch: pytest.MonkeyPatch) 
 def test_h53_operands_are_released_at_once() -> None:
     w = torch.randn(2, 128, 4096, dtype=BF16, device=DEVICE)
     offs = reference.offsets([100_000, 31_072], DEVICE)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = settled_memory()
     x = torch.zeros(131_072, 4096, dtype=BF16, device=DEVICE)  # 1 GB
     y = cake_ops.grouped_mm(x, w, offs)
     dw = cake_ops.grouped_mm_wgrad(y, x, offs)

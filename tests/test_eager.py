@@ -48,12 +48,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return watched
 
 
-def operands(name: str, rows: int = 5, *, dtype=torch.float32, grad=False) -> tuple[Tensor, ...]:
+def operands(
+    name: str, rows: int = 5, *, dtype=torch.float32, grad=False, device: object = "cpu"
+) -> tuple[Tensor, ...]:
     e, n, k = 2, 8, 16
     family, _, form = name.partition("_mm")
+    if torch.device(device).type == "cuda" and family != "router":
+        dtype = torch.bfloat16
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
+        return torch.randn(*shape, dtype=dtype, device=device).requires_grad_(grad)
 
     x, g = normal(rows, k), normal(rows, n)
     weight = normal(n, k) if family in ("router", "dense") else normal(e, n, k)
@@ -61,7 +65,7 @@ def operands(name: str, rows: int = 5, *, dtype=torch.float32, grad=False) -> tu
         x, g = normal(e, rows, k), normal(e, rows, n)
     a, b = {"": (x, weight), "_dgrad": (g, weight), "_wgrad": (g, x)}[form]
     if family == "grouped":
-        return a, b, torch.tensor([rows // 2, rows], dtype=torch.int32)
+        return a, b, torch.tensor([rows // 2, rows], dtype=torch.int32, device=device)
     return a, b
 
 
@@ -74,9 +78,9 @@ NAMES = [
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_second_call_is_recognised_and_gives_the_same(watch, name, grad):
+def test_the_second_call_is_recognised_and_gives_the_same(watch, device, name, grad):
     call, dispatched = watch(name)
-    tensors = operands(name, grad=grad)
+    tensors = operands(name, grad=grad, device=device)
     results = [call(*tensors) for _ in range(3)]
     assert len(dispatched) == 1
     direct = OPS[name].overload(*tensors)
@@ -91,12 +95,30 @@ def test_the_second_call_is_recognised_and_gives_the_same(watch, name, grad):
 
 
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_wgrad", "router_mm", "router_mm_wgrad"])
-def test_other_rows_are_recognised(watch, name):
+def test_other_rows_are_recognised(watch, device, name):
+    """On a GPU those of the same bucket."""
     call, dispatched = watch(name)
-    for rows in (5, 7, 1, 100):
-        tensors = operands(name, rows)
+    for rows in (5, 1, 93, 100, 97, 104, 96, 5, 1):
+        tensors = operands(name, rows, device=device)
         assert torch.equal(call(*tensors), OPS[name].overload(*tensors))
-    assert len(dispatched) == 1
+    assert len(dispatched) == (1 if device.type == "cpu" else 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["grouped_mm", "router_mm"])
+def test_a_known_call_on_another_stream_and_device_memory(watch, name):
+    """The launch takes the addresses and the stream of the moment."""
+    call, dispatched = watch(name)
+    call(*operands(name, device="cuda"))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        tensors = operands(name, device="cuda")
+        torch.cuda._sleep(10_000_000)
+        tensors[0].fill_(2.0)
+        y = call(*tensors)
+        wanted = OPS[name].overload(*tensors)
+    torch.cuda.synchronize()
+    assert torch.equal(y, wanted) and len(dispatched) == 1
 
 
 def test_a_parameter_a_graph_and_no_grad_have_calls_of_their_own(watch):

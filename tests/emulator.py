@@ -21,7 +21,7 @@ from torch import Tensor
 
 import cake_ops
 from cake_ops._library import OPS, PLAIN
-from cake_ops.cuda.geometry import MAX_SIZE, ROWS, TensorMapGeometry
+from cake_ops.cuda.geometry import ROWS, TensorMapGeometry
 from cake_ops.cuda.launch import I32, I64, POINTER, Result
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -100,12 +100,13 @@ class EmulatedPlan:
         assert rows == ROWS
         M = a.shape[0]
         maps = [with_rows(geometry, M) for geometry in self.maps]
-        for geometry, address in zip(maps, operands, strict=True):
+        assert len(maps) == 2 + wgrad
+        for geometry, address in zip(maps, operands, strict=wgrad):
             assert_encodable(geometry, address)
             assert geometry.swizzle == "128B"
-        if not wgrad:  # the kernel stores whole slices of a group's rows alone
-            assert maps[2].dims[1] == MAX_SIZE
-            maps[2] = replace(maps[2], dims=(N, M))
+        if not wgrad:  # the kernel stores through a pointer, 16 bytes at a time
+            assert out.data_ptr() % 16 == 0 == strides[0] % 8
+            maps.append(TensorMapGeometry("bf16", (N, M), (2 * strides[0],), (64, 64)))
         ends = tensor_at(offs.data_ptr(), torch.int32, (E,), (1,)).clamp(0, M).cummax(0).values
         if wgrad:
             self._weight_gradient(maps, operands, ends.int(), M, N, K)

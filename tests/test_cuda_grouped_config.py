@@ -33,7 +33,6 @@ from cake_ops.cuda.grouped_config import (
     policies,
     ragged_map,
     rows_map,
-    rows_output_map,
     select_config,
     weight_map,
 )
@@ -162,7 +161,7 @@ def test_tensor_maps_keep_the_rules_of_the_driver(
         maps = [ragged_map(N, ldn), ragged_map(K, ldk), output_map(config, N, K, E, ldk, N * ldk)]
     else:
         ld, outer = (ldk, N * ldk) if config.layout == "nt" else (ldn, K * ldn)
-        maps = [rows_map(K, ldk), weight_map(config, N, K, E, ld, outer), rows_output_map(N, ldn)]
+        maps = [rows_map(K, ldk), weight_map(config, N, K, E, ld, outer)]
     for geometry in maps:
         assert_encodable(with_rows(geometry, M), BASE)
         assert geometry.swizzle == "128B"
@@ -171,7 +170,6 @@ def test_tensor_maps_keep_the_rules_of_the_driver(
 def test_geometry_of_the_maps() -> None:
     nt, nn, tn = policies("nt")[0], policies("nn")[0], policies("tn", "f32_add")[0]
     assert rows_map(72, 80) == TensorMapGeometry("bf16", (72, ROWS), (160,), (64, 64))
-    assert rows_output_map(72, 80) == TensorMapGeometry("bf16", (72, MAX_SIZE), (160,), (64, 64))
     assert weight_map(nt, 136, 72, 5, 80, 11000) == TensorMapGeometry(
         "bf16", (72, 136, 5), (160, 22000), (64, nt.tile_n // nt.cluster_m, 1)
     )
@@ -270,7 +268,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield fake
 
 
-MAPS = (rows_map(64, 64), rows_output_map(64, 64), rows_output_map(72, 72))
+OTHER_MAPS = [TensorMapGeometry("bf16", (n, 128), (2 * n,), (64, 64)) for n in (64, 72)]
+MAPS = (rows_map(64, 64), *OTHER_MAPS)
 PARAMETERS = (POINTER, (I64, 1 << 40), POINTER, (I32, ROWS), (I32, -3))
 
 

@@ -63,24 +63,17 @@ def timed_parts(op: str, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Part], 
     call, out = getattr(cake_ops, op), recorded.out
     call(*tensors)  # it is planned, and remembered
     direct = OPS[op].direct[PLAIN["CUDA"]](*tensors)
-    mapped = (*tensors[:2], out) if op == "grouped_mm" else tensors[:2]
-    finds = [{t.data_ptr(): True}.get for t in mapped]
-    find_a, find_b = finds[:2]
+    find_a, find_b = ({t.data_ptr(): True}.get for t in tensors[:2])
 
     def two_maps(a: Tensor, b: Tensor) -> None:
         find_a(a.data_ptr())
         find_b(b.data_ptr())
 
-    def three_maps(a: Tensor, b: Tensor, out: Tensor) -> None:
-        find_a(a.data_ptr())
-        find_b(b.data_ptr())
-        finds[2](out.data_ptr())
-
     parts: dict[str, Part] = {
         "call": (call, tensors),
         "launch": (direct.launch, tensors),
         "allocation": (empty_strided, (tuple(out.shape), out.stride(), out.dtype)),
-        "tensor maps": (three_maps if len(mapped) == 3 else two_maps, mapped),
+        "tensor maps": (two_maps, tensors[:2]),
         "driver": (driver().cuLaunchKernelEx, launches[0]),
         "nothing": (lambda *call: None, tensors),
     }

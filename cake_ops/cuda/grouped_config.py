@@ -32,7 +32,8 @@ RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_ELEMENTS = 1 << 34
 
-_STAGING_BYTES = 2 * 8192  # a buffer of each of the two math warpgroups
+_SLABS_BYTES = 8 * 2048  # of the eight math warps, through which they store bf16 results
+_STAGING_BYTES = 2 * 2 * 8192  # of the two math warpgroups, through which FP32 results go
 _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
 
 
@@ -40,16 +41,14 @@ _GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
 class GroupedConfig:
     """A kernel instance: its layout, its output (tn only) and its policy.
 
-    A CTA makes tiles of ``tile_m`` x ``tile_n`` from a ring of ``num_stages`` k-blocks of 64, and stages
-    them for the store ``staging_buffers`` slices of 128 bytes at a time. The ``cluster_m`` CTAs of a
-    cluster make tiles one below the other and share the loads of B.
+    A CTA makes tiles of ``tile_m`` x ``tile_n`` from a ring of ``num_stages`` k-blocks of 64. The
+    ``cluster_m`` CTAs of a cluster make tiles one below the other and share the loads of B.
     """
 
     layout: Layout
     tile_m: int
     tile_n: int
     num_stages: int
-    staging_buffers: int
     cluster_m: int
     output: Output = "bf16_store"
 
@@ -70,16 +69,13 @@ class GroupedConfig:
         stages = self.num_stages * (self.tile_m + self.tile_n) * 2 * TILE_K
         barriers = self.num_stages * 2 * 8
         order = _GROUP_ORDER_BYTES if self.layout == "tn" else 0
-        return stages + self.staging_buffers * _STAGING_BYTES + barriers + order
+        staging = _STAGING_BYTES if self.output.startswith("f32") else _SLABS_BYTES
+        return stages + staging + barriers + order
 
 
-# (tile_m, tile_n, num_stages, staging_buffers, cluster_m), the policies that csrc/instances.cmake builds.
-_RAGGED_M_POLICIES = (
-    (128, 256, 4, 2, 2),
-    (128, 128, 6, 2, 1),
-    (64, 128, 8, 1, 1),
-)
-_RAGGED_K_POLICIES = ((128, 256, 4, 2, 2), (128, 128, 6, 2, 1))
+# (tile_m, tile_n, num_stages, cluster_m), the policies that csrc/instances.cmake builds.
+_RAGGED_M_POLICIES = ((128, 256, 4, 2), (128, 128, 6, 1), (64, 128, 8, 1))
+_RAGGED_K_POLICIES = ((128, 256, 4, 2), (128, 128, 6, 1))
 
 
 @cache
@@ -187,11 +183,6 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
 def rows_map(columns: int, ld: int) -> TensorMapGeometry:
     """Map of A of nt and nn: bf16 ``[M, columns]``, row stride ``ld`` elements."""
     return TensorMapGeometry("bf16", (columns, ROWS), (2 * ld,), (64, 64))
-
-
-def rows_output_map(columns: int, ld: int) -> TensorMapGeometry:
-    """Map of D of nt and nn: as A's, for any M, since no store through it leaves a group's rows."""
-    return TensorMapGeometry("bf16", (columns, MAX_SIZE), (2 * ld,), (64, 64))
 
 
 def weight_map(

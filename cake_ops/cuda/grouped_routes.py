@@ -28,7 +28,6 @@ from .grouped_config import (
     output_map,
     ragged_map,
     rows_map,
-    rows_output_map,
     select_config,
     weight_map,
 )
@@ -135,7 +134,7 @@ def fwd_route(
 
         return _copied_route(run_copied, reason)
     config = select_config(layout, M, N, K, E, num_sms(device))
-    maps = (rows_map(K, lda), weight_map(config, N, K, E, *strides), rows_output_map(N, ldd))
+    maps = rows_map(K, lda), weight_map(config, N, K, E, *strides)
     result = (ROWS, N), out.stride(), out.dtype
     return _kernel_route(config, device, M, N, K, E, maps, (ldd,), result)
 
@@ -184,7 +183,7 @@ def wgrad_route(out: Tensor, g: Tensor, x: Tensor, offs: Tensor, accumulate: boo
         "_add" if accumulate else "_store"
     )
     config = select_config("tn", M, N, K, E, num_sms(device), output)
-    maps = (ragged_map(N, ldg), ragged_map(K, ldx), output_map(config, N, K, E, *strides))
+    maps = ragged_map(N, ldg), ragged_map(K, ldx), output_map(config, N, K, E, *strides)
     result = (E, N, K), out.stride(), out.dtype
     return _kernel_route(config, device, M, N, K, E, maps, strides, result)
 

@@ -4,8 +4,7 @@ A :class:`Plan` holds all of a launch that depends neither on where its operands
 of their rows: kernel, grid, scalar arguments, and a table of tensor maps for each operand. ``Plan.run`` fills
 a packed argument block with this call's addresses and rows, and calls the driver; it allocates the result
 too, if there is none. Blocks are taken from a pool, so threads never share one and nothing is locked. Both
-families of kernels are launched by it: the grouped ones, which take offsets and store through a tensor map, and
-the router's, which do neither.
+families of kernels are launched by it: the grouped ones, which take offsets, and the router's, which do not.
 
 Every launch allows programmatic dependent launch: the kernel may begin while the one before it ends, and
 waits for it before its first global access. Back to back in a CUDA graph on an H200, 8 groups of 64 rows,
@@ -58,7 +57,7 @@ class Plan:
         name: the kernel.
         device: the device index.
         grid, threads, smem_bytes: of the launch; cluster dimensions are compiled into the kernel.
-        maps: geometry of the tensor maps of operand a, operand b and, if it has one, the result.
+        maps: geometry of the tensor maps of operand a, operand b and, if it has one, the result (wgrad).
         parameters: the other parameters in order: ``POINTER``, ``(I32 or I64, value)``, where the value
             ``ROWS`` stands for the rows.
         result: what ``run`` allocates.
@@ -67,7 +66,7 @@ class Plan:
         swapped: the kernel takes the call's operands in the other order; ``maps`` has the kernel's.
 
     Attributes:
-        run: ``(out, a, b, offs)``, or ``(out, a, b)`` in a family without offsets and map of the result,
+        run: ``(out, a, b, offs)``, or ``(out, a, b)`` in a family without offsets,
             launches on torch's current stream of the device and returns ``out``, or a new tensor for None.
     """
 
@@ -128,6 +127,8 @@ class Plan:
                     block = _new_block(parameters, written, len(maps))
                 if offs is None:
                     pack(block[0], 0, to, at_a, at_b, rows, map_a[0], map_b[0])
+                elif maps_out is None:
+                    pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0])
                 else:
                     map_out = find_out(to) or maps_out.add(to)
                     pack(block[0], 0, to, offs.data_ptr(), rows, map_a[0], map_b[0], map_out[0])

@@ -11,19 +11,16 @@
 // 2048, K = 1536 on an H200: 116 us, not 144). In a CTA, one warp is the producer: it issues the
 // TMA loads of A (own rows) and B (own slice) into a ring of kStages stages of 64 contraction
 // steps. Two math warpgroups consume the ring, either 64 rows each (kTileM = 128) or half the
-// columns each (kTileM = 64). They never wait for each other: each releases stages, stages its
-// output and stores it by itself, so one multiplies while the other stores, and the producer runs
-// ahead into the next tile meanwhile. A warpgroup whose rows all lie past the group's end skips its
-// products.
+// columns each (kTileM = 64). They never wait for each other: each releases stages by itself, and
+// stores a tile while it multiplies the next one. A warpgroup whose rows all lie past the group's
+// end skips its products.
 //
 // Loads need no masks: rows past the group's end are other rows of A (or zeros past M) and only
 // reach rows of D that are not stored; contraction steps past K are zeros in both operands (TMA
-// bounds). Stores of whole 64-row slices go by TMA, which clips columns at N; partial ones are
-// copied row by row.
+// bounds).
 //
-// Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], staging, barriers. Four stages
-// and half a tile of staging: three stages with room for the whole tile lose 7 % where the SM clock
-// is free (E = 8, 512 rows each, N = K = 4096) and win nothing that lasts under the power limit.
+// Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], a slab for each math warp,
+// barriers.
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
 // in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/grouped_config.py. Parameters, in
@@ -31,8 +28,7 @@
 //   map_a    bf16 2-D  dims (K, M)     strides (2 lda)            box (64, 64)
 //   map_b nt bf16 3-D  dims (K, N, E)  strides (2 ldb, 2 outer)   box (64, kTileN / kClusterM, 1)
 //   map_b nn bf16 3-D  dims (N, K, E)  strides (2 ldb, 2 outer)   box (64, 64, 1)
-//   map_d    bf16 2-D  dims (N, M)     strides (2 ldd)            box (64, 64)
-//   d        bf16*, the address in map_d         ldd         int64, row stride of D in elements
+//   d        bf16*, 16-byte aligned              ldd         int64, row stride, a multiple of 8
 //   offs     const int*  E ends                  M, N, K, E  int32, M <= 2^30
 //
 // where K is the contraction and N the columns of D, whatever w's own axes are called. All maps:
@@ -43,15 +39,12 @@
 
 namespace cake {
 
-template <Major kMajorB_, int kTileM_, int kTileN_, int kStages_, int kStagingBuffers_,
-          int kClusterM_>
+template <Major kMajorB_, int kTileM_, int kTileN_, int kStages_, int kClusterM_>
 struct RaggedMConfig {
   static constexpr Major kMajorB = kMajorB_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kSwizzleElements;
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kStages = kStages_;
-  static constexpr int kStagingBuffers = kStagingBuffers_;  // of a warpgroup, kBoxBytes each
-  static constexpr int kStagingBytes = kStagingBuffers * kBoxBytes;
   // 1024, 4096 and 8192 rows read 0.5, 0.9 and 4.2 GB more from DRAM at 65536 x 4096 x 6144 on an
   // H200.
   static constexpr int kSuperRows = 2048 / (kTileM * kClusterM);
@@ -65,7 +58,7 @@ struct RaggedMConfig {
   static constexpr int kBytesB = kTileN * 128;
   using Pipeline = Pipeline<kStages, kClusterM, kMathWarps>;
   static constexpr int kSmemBytes =
-      kStages * (kBytesA + kBytesB) + kMathWarpgroups * kStagingBytes + Pipeline::kBytes;
+      kStages * (kBytesA + kBytesB) + kMathWarps * kSlabBytes + Pipeline::kBytes;
 
   static_assert(kTileM == 64 || kTileM == 128,
                 "two warpgroups split 128 rows, or 64 rows' columns");
@@ -79,12 +72,12 @@ struct RaggedMConfig {
 
 // The named policies. Host side: cake_ops/cuda/grouped_config.py.
 namespace config {
-using nt_128x256_c2 = RaggedMConfig<Major::K, 128, 256, 4, 2, 2>;
-using nn_128x256_c2 = RaggedMConfig<Major::MN, 128, 256, 4, 2, 2>;
-using nt_128x128_c1 = RaggedMConfig<Major::K, 128, 128, 6, 2, 1>;
-using nn_128x128_c1 = RaggedMConfig<Major::MN, 128, 128, 6, 2, 1>;
-using nt_64x128_c1 = RaggedMConfig<Major::K, 64, 128, 8, 1, 1>;
-using nn_64x128_c1 = RaggedMConfig<Major::MN, 64, 128, 8, 1, 1>;
+using nt_128x256_c2 = RaggedMConfig<Major::K, 128, 256, 4, 2>;
+using nn_128x256_c2 = RaggedMConfig<Major::MN, 128, 256, 4, 2>;
+using nt_128x128_c1 = RaggedMConfig<Major::K, 128, 128, 6, 1>;
+using nn_128x128_c1 = RaggedMConfig<Major::MN, 128, 128, 6, 1>;
+using nt_64x128_c1 = RaggedMConfig<Major::K, 64, 128, 8, 1>;
+using nn_64x128_c1 = RaggedMConfig<Major::MN, 64, 128, 8, 1>;
 }  // namespace config
 
 template <class Config>
@@ -115,59 +108,82 @@ struct RaggedMTile {
   }
 };
 
-// One thread: all loads of one tile.
+// The producer warp: all loads of one tile. All lanes walk the stages, so that ptxas keeps
+// addresses and coordinates in uniform registers, as the copies want them; one lane issues.
+template <class Config, bool kMulticast>
+__device__ __forceinline__ void load_k_blocks(const RaggedMTile<Config>& tile,
+                                              const TensorMap& map_a, const TensorMap& map_b,
+                                              const typename Config::Pipeline& pipeline,
+                                              typename Config::Pipeline::State& state, u32 smem_a,
+                                              u32 smem_b, int cta_rank) {
+  constexpr int kSliceN = kMulticast ? Config::kTileN / Config::kClusterM : Config::kTileN;
+  constexpr int kBoxN =
+      Config::kMajorB == Major::K ? Config::kTileN / Config::kClusterM : kSwizzleElements;
+  constexpr u16 kAllCtas = (1 << Config::kClusterM) - 1;
+  const int group = uniform(tile.group), row = uniform(tile.row), rows = uniform(tile.rows);
+  const int first_n = kMulticast ? cta_rank * kSliceN : 0;
+  const int column = uniform(tile.column) + first_n;
+  const int k_blocks = uniform(tile.k_blocks);
+  const bool loads_b = kMulticast || rows > 0;
+  const u32 bytes =
+      ceil_div(max(rows, 0), kAtomM) * kBoxBytes + (loads_b ? Config::kTileN * 128 : 0);
+  smem_b += first_n * 128;
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    const int k = k_block * Config::kTileK;
+    const u32 full = pipeline.full(state.stage);
+    const u32 stage_a = smem_a + state.stage * Config::kBytesA;
+    const u32 stage_b = smem_b + state.stage * Config::kBytesB;
+    pipeline.producer_wait(state);
+    if (ptx::elect_sync()) {
+      ptx::mbarrier_arrive_expect_tx(full, bytes);
+      if (loads_b) {
+#pragma unroll
+        for (int n = 0; n < kSliceN; n += kBoxN) {
+          const bool k_major = Config::kMajorB == Major::K;
+          const int x = k_major ? k : column + n, y = k_major ? column + n : k;
+          if constexpr (kMulticast) {
+            ptx::cp_async_bulk_tensor_3d_multicast(stage_b + n * 128, map_b, full, kAllCtas, x, y,
+                                                   group);
+          } else {
+            ptx::cp_async_bulk_tensor_3d(stage_b + n * 128, map_b, full, x, y, group);
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < Config::kTileM; m += kAtomM) {
+        if (m < rows) ptx::cp_async_bulk_tensor_2d(stage_a + m * 128, map_a, full, k, row + m);
+      }
+    }
+    __syncwarp();
+    state.advance();
+  }
+}
+
 template <class Config>
 __device__ __forceinline__ void load_tile(const RaggedMTile<Config>& tile, const TensorMap& map_a,
                                           const TensorMap& map_b,
                                           const typename Config::Pipeline& pipeline,
                                           typename Config::Pipeline::State& state, u32 smem_a,
                                           u32 smem_b, int cta_rank) {
-  constexpr int kSliceN = Config::kTileN / Config::kClusterM;
-  constexpr int kBoxN = Config::kMajorB == Major::K ? kSliceN : 64;
-  constexpr u16 kAllCtas = (1 << Config::kClusterM) - 1;
-  const bool multicast = Config::kClusterM > 1 && !tile.side_by_side;
-  const int first_n = multicast ? cta_rank * kSliceN : 0;
-  const int end_n = multicast ? first_n + kSliceN : tile.rows > 0 ? Config::kTileN : 0;
-  const u32 bytes =
-      ceil_div(max(tile.rows, 0), kAtomM) * kBoxBytes + (multicast ? Config::kTileN : end_n) * 128;
-  for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
-    const int k = k_block * Config::kTileK;
-    const u32 full = pipeline.full(state.stage);
-    const u32 stage_a = smem_a + state.stage * Config::kBytesA;
-    const u32 stage_b = smem_b + state.stage * Config::kBytesB;
-    pipeline.producer_acquire(state, bytes);
-    for (int n = first_n; n < end_n; n += kBoxN) {
-      const bool k_major = Config::kMajorB == Major::K;
-      const int x = k_major ? k : tile.column + n, y = k_major ? tile.column + n : k;
-      if (multicast) {
-        ptx::cp_async_bulk_tensor_3d_multicast(stage_b + n * 128, map_b, full, kAllCtas, x, y,
-                                               tile.group);
-      } else {
-        ptx::cp_async_bulk_tensor_3d(stage_b + n * 128, map_b, full, x, y, tile.group);
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < Config::kTileM; m += kAtomM) {
-      if (m >= tile.rows) break;
-      ptx::cp_async_bulk_tensor_2d(stage_a + m * 128, map_a, full, k, tile.row + m);
-    }
-    state.advance();
+  if (Config::kClusterM > 1 && !uniform(tile.side_by_side)) {
+    load_k_blocks<Config, true>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
+  } else {
+    load_k_blocks<Config, false>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
   }
 }
 
 template <class Config>
 __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const TensorMap& map_b,
-                                              const TensorMap& map_d, bf16* d, i64 ldd,
-                                              const int* offs, int M, int N, int K, int E) {
+                                              bf16* d, i64 ldd, const int* offs, int M, int N,
+                                              int K, int E) {
   extern __shared__ __align__(1024) char smem[];
   const u32 smem_a = ptx::shared_address(smem);
   const u32 smem_b = smem_a + Config::kStages * Config::kBytesA;
-  const u32 staging = smem_b + Config::kStages * Config::kBytesB;
-  const typename Config::Pipeline pipeline{staging +
-                                           Config::kMathWarpgroups * Config::kStagingBytes};
+  const u32 slabs = smem_b + Config::kStages * Config::kBytesB;
+  const typename Config::Pipeline pipeline{slabs + Config::kMathWarps * kSlabBytes};
   typename Config::Pipeline::State state;
 
-  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // uniform, and the compiler knows
+  const int warp = uniform(threadIdx.x / 32);
   const int cta_rank = Config::kClusterM == 1 ? 0 : ptx::cluster_ctarank();
   const int first_tile = blockIdx.x / Config::kClusterM;
   const int num_clusters = gridDim.x / Config::kClusterM;
@@ -176,7 +192,6 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(map_a);
     ptx::prefetch_tensormap(map_b);
-    ptx::prefetch_tensormap(map_d);
     pipeline.init();
     ptx::fence_mbarrier_init_release_cluster();
   }
@@ -189,11 +204,7 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
     ptx::setmaxnreg_dec<40>();
     if (warp == Config::kMathWarps) {
       for (int t = first_tile; tile.find(scheduler, t, cta_rank, k_blocks); t += num_clusters) {
-        // Lane 0, not an elected lane: the state lives in one thread from tile to tile.
-        if (lane_id() == 0) {
-          load_tile<Config>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
-        }
-        __syncwarp();
+        load_tile<Config>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
       }
       ptx::griddepcontrol_launch_dependents();
     }
@@ -203,7 +214,7 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
     const int thread = threadIdx.x % kWarpgroup;
     const int row = warpgroup % Config::kWarpgroupsM * kAtomM;
     const int column = warpgroup / Config::kWarpgroupsM * Config::kAtomN;
-    const u32 my_staging = staging + warpgroup * Config::kStagingBytes;
+    DeferredTile<Config::kAtomN> deferred(slabs + warpgroup * 4 * kSlabBytes, thread);
     for (int t = first_tile; tile.find(scheduler, t, cta_rank, k_blocks); t += num_clusters) {
       const int rows = min(tile.rows - row, kAtomM);
       if (rows <= 0) {
@@ -212,20 +223,13 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
       }
       float acc[Config::kAtomN / 2];
       mainloop<Major::K, Config::kMajorB, Config::kBytesA, Config::kBytesB, Config::kAtomN>(
-          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, tile.k_blocks,
-          lane_id());
-      const int first_row = tile.row + row;
+          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, tile.k_blocks, lane_id(),
+          [&](int k_block) { deferred.store(k_block); });
+      deferred.store_from(tile.k_blocks);
       const int first_column = tile.column + column;
-      store_slices<bf16, Config::kAtomN, Config::kStagingBuffers>(
-          acc, my_staging, 1 + warpgroup, thread, [&](int offset, u32 buffer) {
-            if (rows < kAtomM) {
-              copy_rows(buffer, d + first_row * ldd, ldd, rows, first_column + offset, N, thread);
-            } else if (thread == 0 && first_column + offset < N) {
-              ptx::cp_async_bulk_tensor_2d_store(map_d, buffer, first_column + offset, first_row);
-            }
-          });
+      deferred.pack(acc, d + (tile.row + row) * ldd + first_column, ldd, rows, N - first_column);
     }
-    if (thread == 0) ptx::cp_async_bulk_wait_group<0>();
+    deferred.store_from(0);
   }
   // A CTA's barriers and stages must outlive the arrivals and multicasts of its peers.
   cluster_sync<Config::kClusterM>();
@@ -239,8 +243,7 @@ extern "C" __global__ void __cluster_dims__(Config::kClusterM, 1, 1)
     __launch_bounds__(Config::kThreads, 1)
         CAKE_CONCATENATE(sm90_grouped_gemm_,
                          CAKE_CONFIG)(const __grid_constant__ cake::TensorMap map_a,
-                                      const __grid_constant__ cake::TensorMap map_b,
-                                      const __grid_constant__ cake::TensorMap map_d, cake::bf16* d,
+                                      const __grid_constant__ cake::TensorMap map_b, cake::bf16* d,
                                       cake::i64 ldd, const int* offs, int M, int N, int K, int E) {
-  cake::ragged_m_gemm<Config>(map_a, map_b, map_d, d, ldd, offs, M, N, K, E);
+  cake::ragged_m_gemm<Config>(map_a, map_b, d, ldd, offs, M, N, K, E);
 }

@@ -17,15 +17,16 @@
 // of row (end - length + k), because the large terms add up to 2^64 elements, and from k = length
 // on the row is out of bounds and reads as zero.
 //
-// Shared memory: G[kStages][64 x kTileM], X[kStages][64 x kTileN], 2 x 16 KB staging, barriers,
-// group order.
+// Shared memory: G[kStages][64 x kTileM], X[kStages][64 x kTileN], 8 slabs of 2 KB (bf16) or 2 x 16
+// KB staging (FP32), barriers, group order.
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
 // in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/grouped_config.py. Parameters, in
 // order:
 //   map_g   bf16 4-D  dims (N, R, X, X)  strides (2 ldg, 2 ldg, 2 (2^34 - ldg)) box (64, 64, 1, 1)
 //   map_x   bf16 4-D  dims (K, R, X, X)  strides (2 ldx, 2 ldx, 2 (2^34 - ldx)) box (64, 64, 1, 1)
-//   map_out bf16 or f32, 3-D  dims (K, N, E)  strides (S ldo, S outer)  box (128 / S, 64, 1)
+//   map_out bf16 or f32, 3-D  dims (K, N, E)  strides (S ldo, S outer)  box (128 / S, 64, 1); bf16
+//           results do not go through it
 //   out     dW, the address in map_out          ldo, outer  int64, strides of dW in elements
 //   offs    const int*  E ends                   M, N, K, E  int32, M <= 2^30
 //
@@ -37,16 +38,13 @@
 
 namespace cake {
 
-template <class Element_, bool kAccumulate_, int kTileM_, int kTileN_, int kStages_,
-          int kStagingBuffers_, int kClusterM_>
+template <class Element_, bool kAccumulate_, int kTileM_, int kTileN_, int kStages_, int kClusterM_>
 struct RaggedKConfig {
   using Element = Element_;
   static constexpr bool kAccumulate = kAccumulate_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = 64;
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kStages = kStages_;
-  static constexpr int kStagingBuffers = kStagingBuffers_;  // of a warpgroup, kBoxBytes each
-  static constexpr int kStagingBytes = kStagingBuffers * kBoxBytes;
   static constexpr int kSuperRows = 2048 / (kTileM * kClusterM);
 
   static constexpr int kMathWarpgroups = kTileM / kAtomM;
@@ -55,6 +53,8 @@ struct RaggedKConfig {
   static constexpr int kThreads = (kMathWarpgroups + 1) * kWarpgroup;
   static constexpr int kBytesA = kTileM * 128;
   static constexpr int kBytesB = kTileN * 128;
+  static constexpr bool kDeferred = sizeof(Element) == 2;
+  static constexpr int kStagingBytes = kDeferred ? 4 * kSlabBytes : 2 * kBoxBytes;  // a warpgroup's
   using Pipeline = Pipeline<kStages, kClusterM, kMathWarps>;
   static constexpr int kSmemBytes = kStages * (kBytesA + kBytesB) +
                                     kMathWarpgroups * kStagingBytes + Pipeline::kBytes +
@@ -70,14 +70,14 @@ struct RaggedKConfig {
 
 // The named policies. Host side: cake_ops/cuda/grouped_config.py.
 namespace config {
-using bf16_store_128x256_c2 = RaggedKConfig<bf16, false, 128, 256, 4, 2, 2>;
-using bf16_add_128x256_c2 = RaggedKConfig<bf16, true, 128, 256, 4, 2, 2>;
-using f32_store_128x256_c2 = RaggedKConfig<float, false, 128, 256, 4, 2, 2>;
-using f32_add_128x256_c2 = RaggedKConfig<float, true, 128, 256, 4, 2, 2>;
-using bf16_store_128x128_c1 = RaggedKConfig<bf16, false, 128, 128, 6, 2, 1>;
-using bf16_add_128x128_c1 = RaggedKConfig<bf16, true, 128, 128, 6, 2, 1>;
-using f32_store_128x128_c1 = RaggedKConfig<float, false, 128, 128, 6, 2, 1>;
-using f32_add_128x128_c1 = RaggedKConfig<float, true, 128, 128, 6, 2, 1>;
+using bf16_store_128x256_c2 = RaggedKConfig<bf16, false, 128, 256, 4, 2>;
+using bf16_add_128x256_c2 = RaggedKConfig<bf16, true, 128, 256, 4, 2>;
+using f32_store_128x256_c2 = RaggedKConfig<float, false, 128, 256, 4, 2>;
+using f32_add_128x256_c2 = RaggedKConfig<float, true, 128, 256, 4, 2>;
+using bf16_store_128x128_c1 = RaggedKConfig<bf16, false, 128, 128, 6, 1>;
+using bf16_add_128x128_c1 = RaggedKConfig<bf16, true, 128, 128, 6, 1>;
+using f32_store_128x128_c1 = RaggedKConfig<float, false, 128, 128, 6, 1>;
+using f32_add_128x128_c1 = RaggedKConfig<float, true, 128, 128, 6, 1>;
 }  // namespace config
 
 template <class Config>
@@ -105,7 +105,8 @@ struct RaggedKTile {
   }
 };
 
-// One thread: all loads of one tile.
+// The producer warp: all loads of one tile. All lanes walk the stages, so that ptxas keeps
+// addresses and coordinates in uniform registers, as the copies want them; one lane issues.
 template <class Config>
 __device__ __forceinline__ void load_tile(const RaggedKTile<Config>& tile, const TensorMap& map_g,
                                           const TensorMap& map_x,
@@ -115,31 +116,39 @@ __device__ __forceinline__ void load_tile(const RaggedKTile<Config>& tile, const
   constexpr int kSliceN = Config::kTileN / Config::kClusterM;
   constexpr u16 kAllCtas = (1 << Config::kClusterM) - 1;
   constexpr int kRaggedRows = 1 << 30;
-  const u32 bytes = ceil_div(max(tile.rows, 0), kAtomM) * kBoxBytes + Config::kBytesB;
-  const int column = tile.column + cta_rank * kSliceN;
+  const int row = uniform(tile.row), rows = uniform(tile.rows);
+  const int column = uniform(tile.column) + cta_rank * kSliceN;
+  const int first_k = kRaggedRows - uniform(tile.length), end = uniform(tile.end);
+  const int k_blocks = uniform(tile.k_blocks);
+  const u32 bytes = ceil_div(max(rows, 0), kAtomM) * kBoxBytes + Config::kBytesB;
   smem_x += cta_rank * kSliceN * 128;
-  for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
-    const int k = kRaggedRows - tile.length + k_block * Config::kTileK;
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    const int k = first_k + k_block * Config::kTileK;
     const u32 full = pipeline.full(state.stage);
     const u32 stage_g = smem_g + state.stage * Config::kBytesA;
     const u32 stage_x = smem_x + state.stage * Config::kBytesB;
-    pipeline.producer_acquire(state, bytes);
+    pipeline.producer_wait(state);
+    if (ptx::elect_sync()) {
+      ptx::mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll
-    for (int n = 0; n < kSliceN; n += 64) {
-      if constexpr (Config::kClusterM == 1) {
-        ptx::cp_async_bulk_tensor_4d(stage_x + n * 128, map_x, full, column + n, k, tile.end,
-                                     kRaggedRows);
-      } else {
-        ptx::cp_async_bulk_tensor_4d_multicast(stage_x + n * 128, map_x, full, kAllCtas, column + n,
-                                               k, tile.end, kRaggedRows);
+      for (int n = 0; n < kSliceN; n += 64) {
+        if constexpr (Config::kClusterM == 1) {
+          ptx::cp_async_bulk_tensor_4d(stage_x + n * 128, map_x, full, column + n, k, end,
+                                       kRaggedRows);
+        } else {
+          ptx::cp_async_bulk_tensor_4d_multicast(stage_x + n * 128, map_x, full, kAllCtas,
+                                                 column + n, k, end, kRaggedRows);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < Config::kTileM; m += kAtomM) {
+        if (m < rows) {
+          ptx::cp_async_bulk_tensor_4d(stage_g + m * 128, map_g, full, row + m, k, end,
+                                       kRaggedRows);
+        }
       }
     }
-#pragma unroll
-    for (int m = 0; m < Config::kTileM; m += kAtomM) {
-      if (m >= tile.rows) break;
-      ptx::cp_async_bulk_tensor_4d(stage_g + m * 128, map_g, full, tile.row + m, k, tile.end,
-                                   kRaggedRows);
-    }
+    __syncwarp();
     state.advance();
   }
 }
@@ -160,7 +169,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
       *reinterpret_cast<GroupOrder*>(smem + kBarrierOffset + Config::Pipeline::kBytes);
   typename Config::Pipeline::State state;
 
-  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // uniform, and the compiler knows
+  const int warp = uniform(threadIdx.x / 32);
   const int cta_rank = Config::kClusterM == 1 ? 0 : ptx::cluster_ctarank();
   const int cluster = blockIdx.x / Config::kClusterM;
   const int num_clusters = gridDim.x / Config::kClusterM;
@@ -187,11 +196,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
     ptx::setmaxnreg_dec<40>();
     if (warp == Config::kMathWarps) {
       for (int round = 0; next_tile(round); ++round) {
-        // Lane 0, not an elected lane: the state lives in one thread from tile to tile.
-        if (lane_id() == 0) {
-          load_tile<Config>(tile, map_g, map_x, pipeline, state, smem_g, smem_x, cta_rank);
-        }
-        __syncwarp();
+        load_tile<Config>(tile, map_g, map_x, pipeline, state, smem_g, smem_x, cta_rank);
       }
       ptx::griddepcontrol_launch_dependents();
     }
@@ -200,6 +205,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
     const int warpgroup = warp / 4;
     const int thread = threadIdx.x % kWarpgroup;
     const u32 staging = smem_g + kStagingOffset + warpgroup * Config::kStagingBytes;
+    DeferredTile<Config::kAtomN> deferred(staging, thread);
     for (int round = 0; next_tile(round); ++round) {
       if (Config::kAccumulate && tile.k_blocks == 0) continue;
       const int row = tile.row + warpgroup * kAtomM;
@@ -210,22 +216,29 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
       }
       float acc[Config::kAtomN / 2];
       mainloop<Major::MN, Major::MN, Config::kBytesA, Config::kBytesB, Config::kAtomN>(
-          acc, pipeline, state, smem_g + warpgroup * kBoxBytes, smem_x, tile.k_blocks, lane_id());
-      if constexpr (Config::kAccumulate && sizeof(Element) == 2) {
-        add_bf16<Config::kAtomN>(acc, out + tile.group * outer + row * ldo + tile.column, ldo, rows,
-                                 K - tile.column, thread);
+          acc, pipeline, state, smem_g + warpgroup * kBoxBytes, smem_x, tile.k_blocks, lane_id(),
+          [&](int k_block) { deferred.store(k_block); });
+      if constexpr (Config::kDeferred) {
+        Element* first = out + tile.group * outer + row * ldo + tile.column;
+        deferred.store_from(tile.k_blocks);
+        if constexpr (Config::kAccumulate) {
+          add_bf16<Config::kAtomN>(acc, first, ldo, rows, K - tile.column, thread);
+        }
+        deferred.pack(acc, first, ldo, rows, K - tile.column);
+      } else {
+        store_slices<Config::kAtomN>(
+            acc, staging, 1 + warpgroup, thread, [&](int offset, u32 buffer) {
+              const int column = tile.column + offset;
+              if (column >= K) return;
+              if constexpr (Config::kAccumulate) {
+                ptx::cp_reduce_async_bulk_tensor_3d_add(map_out, buffer, column, row, tile.group);
+              } else {
+                ptx::cp_async_bulk_tensor_3d_store(map_out, buffer, column, row, tile.group);
+              }
+            });
       }
-      store_slices<Element, Config::kAtomN, Config::kStagingBuffers>(
-          acc, staging, 1 + warpgroup, thread, [&](int offset, u32 buffer) {
-            const int column = tile.column + offset;
-            if (thread != 0 || column >= K) return;
-            if constexpr (Config::kAccumulate && sizeof(Element) == 4) {
-              ptx::cp_reduce_async_bulk_tensor_3d_add(map_out, buffer, column, row, tile.group);
-            } else {
-              ptx::cp_async_bulk_tensor_3d_store(map_out, buffer, column, row, tile.group);
-            }
-          });
     }
+    deferred.store_from(0);
     if (thread == 0) ptx::cp_async_bulk_wait_group<0>();
   }
   // A CTA's barriers and stages must outlive the arrivals and multicasts of its peers.

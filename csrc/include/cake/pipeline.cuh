@@ -75,12 +75,10 @@ struct Pipeline {
     }
   }
 
-  // Producer thread: wait until the stage is free everywhere, then announce `bytes` for this CTA.
-  // A fresh barrier counts as having completed the phase before its first, hence the inverted
-  // parity.
-  __device__ __forceinline__ void producer_acquire(const State& state, u32 bytes) const {
+  // Producer: wait until the stage is free everywhere. A fresh barrier counts as having completed
+  // the phase before its first, hence the inverted parity.
+  __device__ __forceinline__ void producer_wait(const State& state) const {
     wait(empty(state.stage), state.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full(state.stage), bytes);
   }
 
   __device__ __forceinline__ void consumer_wait(const State& state) const {
@@ -100,13 +98,15 @@ struct Pipeline {
 // acc[64, kN] = sum over `k_blocks` stages of A[64, 64] B[64, kN], one warpgroup; exact zeros
 // without any. `tile_a`, `tile_b` are this warpgroup's parts of stage 0; a stage holds kBytesA of A
 // and kBytesB of B. One k-block stays in flight: a stage is released when the products after it
-// have been issued and its own have completed. The accumulators start as zeros rather than with an
+// have been issued and its own have completed. overlap(k_block) is called while the products of
+// k_block run. The accumulators start as zeros rather than with an
 // overwriting first product: ptxas keeps what that product would overwrite alive from tile to tile
 // (184 bytes of stack), or, with the first k-block peeled, serialises the products (C7518).
-template <Major kMajorA, Major kMajorB, int kBytesA, int kBytesB, int kN, class Pipeline>
+template <Major kMajorA, Major kMajorB, int kBytesA, int kBytesB, int kN, class Pipeline,
+          class Overlap>
 __device__ __forceinline__ void mainloop(float (&acc)[kN / 2], const Pipeline& pipeline,
                                          typename Pipeline::State& state, u32 tile_a, u32 tile_b,
-                                         int k_blocks, int lane) {
+                                         int k_blocks, int lane, const Overlap& overlap) {
   const u64 base_a = make_descriptor(tile_a);
   const u64 base_b = make_descriptor(tile_b);
 #pragma unroll
@@ -123,7 +123,8 @@ __device__ __forceinline__ void mainloop(float (&acc)[kN / 2], const Pipeline& p
                                              desc_b + k * kDescriptorStepK<kMajorB>);
     }
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();  // <0> is 20 % slower
+    overlap(k_block);
+    ptx::wgmma_wait_group<1>();  // <0> is up to 1 % slower
     if (k_block > 0) pipeline.consumer_release(previous, lane);
     previous = state.stage;
     state.advance();

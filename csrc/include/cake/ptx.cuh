@@ -15,6 +15,17 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 // ---- warps, warpgroups, clusters ----
 
+// True in one lane of a warp whose lanes are all here.
+__device__ __forceinline__ bool elect_sync() {
+  u32 elected;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -25,6 +25,9 @@ constexpr u32 kAllLanes = 0xffffffff;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
+// A value that is the same in all lanes of a warp, where the compiler cannot see it.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kAllLanes, value, 0); }
+
 // Which axis of an operand is contiguous in memory (and in its shared-memory tile): the contraction
 // axis (K), or the axis that survives in the output (MN).
 enum class Major { K = 0, MN = 1 };

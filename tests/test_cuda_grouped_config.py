@@ -276,11 +276,11 @@ PARAMETERS = (POINTER, (I64, 1 << 40), POINTER, (I32, ROWS), (I32, -3))
 RESULT = ((ROWS, 72), (72, 1), torch.bfloat16)
 
 
-def plan(driver: Driver, result: Result = RESULT) -> Plan:
-    pointers = [ctypes.c_uint64] * 3
+def plan(driver: Driver, result: Result = RESULT, maps: int = 3) -> Plan:
+    pointers = [ctypes.c_uint64] * maps
     driver.widths = [*pointers, ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint64]
     driver.widths += [ctypes.c_int32] * 2
-    return Plan("name", 0, 12, THREADS, 1000, MAPS, PARAMETERS, result)
+    return Plan("name", 0, 12, THREADS, 1000, MAPS[:maps], PARAMETERS, result)
 
 
 def at(*addresses: int, rows: int = 7) -> list[Any]:
@@ -316,6 +316,11 @@ def test_arguments_lie_in_the_order_and_width_of_the_kernel(driver: Driver) -> N
     assert attribute.id.name.endswith("PROGRAMMATIC_STREAM_SERIALIZATION")
     assert attribute.value.programmaticStreamSerializationAllowed == 1
     assert driver.launches[0].kernel == ("name", 0, 1000)
+
+
+def test_arguments_without_a_map_of_the_result(driver: Driver) -> None:
+    plan(driver, maps=2).run(*OPERANDS)
+    assert driver.launches[0].values == [map_a(0x20), 0x30, 0x10, 1 << 40, 0x40, 7, -3]
 
 
 def test_every_stream_has_its_configuration_and_their_number_is_bounded(driver: Driver) -> None:

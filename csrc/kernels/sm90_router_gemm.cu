@@ -158,24 +158,22 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
   const u32 smem = ptx::shared_address(shared);
   const RouterBarriers<Config> barriers{smem + Config::kBarriers};
 
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // uniform, and the compiler knows
   const int lane = lane_id();
 
   // The first loads are under way before anything else is: 0.1 to 0.2 us less a launch (H200).
-  if (warp == Config::kMathWarps) {
+  if (threadIdx.x == Config::kMathThreads) {
     const TileRange<Config> tiles(M, N);
     const KRange<Config> range(K);
-    if (ptx::elect_sync()) {
-      ptx::prefetch_tensormap(map_a);
-      ptx::prefetch_tensormap(map_b);
-      barriers.init_full();
-    }
+    ptx::prefetch_tensormap(map_a);
+    ptx::prefetch_tensormap(map_b);
+    barriers.init_full();
     ptx::griddepcontrol_wait();
     for (int stage = 0; stage < min(range.k_blocks, Config::kStages); ++stage) {
       load_k_block(map_a, map_b, barriers, smem, tiles.m(), tiles.n(), range.first + stage * kTileK,
                    stage);
     }
-    if (ptx::elect_sync()) barriers.init_others();
+    barriers.init_others();
   }
   __syncthreads();
 
@@ -227,7 +225,10 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
         convert<Config>(barriers, smem, converter, lane, range.k_blocks * tiles.count());
       }
     } else {
-      produce(map_a, map_b, barriers, smem, tiles, range);
+      if (lane == 0) {
+        produce(map_a, map_b, barriers, smem, tiles, range);
+      }
+      __syncwarp();
       ptx::griddepcontrol_launch_dependents();
     }
     if constexpr (Config::kClusterK > 1) cluster_sync_shared();

@@ -31,13 +31,13 @@ struct RouterBarriers {
     return base + 8 * (2 * Config::kStages + Config::kPartsBuffers + buffer);
   }
 
-  // The lane that loads. One of each barrier's own was 0.6 us slower.
+  // The thread that loads. One of each barrier's own was 0.6 us slower.
   __device__ __forceinline__ void init_full() const {
     for (int stage = 0; stage < Config::kStages; ++stage) ptx::mbarrier_init(full(stage), 1);
     ptx::fence_mbarrier_init_release_cluster();
     ptx::fence_proxy_async_shared_cta();  // copies are issued at once
   }
-  // The same lane, which then synchronises with the others.
+  // The same thread, which then synchronises with the others.
   __device__ __forceinline__ void init_others() const {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(empty(stage), Config::kMathWarps + Config::kConverterWarps);
@@ -87,8 +87,7 @@ class TileRange {
   int rows_, tiles_, tile_;
 };
 
-// The producer warp: a raw k-block into a stage, from row m, column n and step k. One lane issues;
-// the addresses and coordinates stay in uniform registers, as the copies want them.
+// One thread: a raw k-block into a stage, from row m, column n and step k.
 template <class Config>
 __device__ __forceinline__ void load_k_block(const TensorMap& map_a, const TensorMap& map_b,
                                              const RouterBarriers<Config>& barriers, u32 smem,
@@ -96,31 +95,28 @@ __device__ __forceinline__ void load_k_block(const TensorMap& map_a, const Tenso
   const u32 full = barriers.full(stage);
   const u32 a = smem + stage * Config::kStageBytes;
   const u32 b = a + Config::RawA::kBytes;
-  if (ptx::elect_sync()) {
-    ptx::mbarrier_arrive_expect_tx(full, Config::kLoadBytes);
-    if constexpr (Config::kMajorA == Major::K) {
-      ptx::cp_async_bulk_tensor_2d(a, map_a, full, k, m);
-    } else {
+  ptx::mbarrier_arrive_expect_tx(full, Config::kLoadBytes);
+  if constexpr (Config::kMajorA == Major::K) {
+    ptx::cp_async_bulk_tensor_2d(a, map_a, full, k, m);
+  } else {
 #pragma unroll
-      for (int i = 0; i < Config::kTileM; i += 32) {
-        ptx::cp_async_bulk_tensor_2d(a + i * 128, map_a, full, m + i, k);
-      }
-    }
-    if constexpr (Config::kMajorB == Major::K) {
-      ptx::cp_async_bulk_tensor_2d(b, map_b, full, k, n);
-    } else if constexpr (Config::kF32) {
-      ptx::cp_async_bulk_tensor_2d(b, map_b, full, n, k);
-    } else {
-#pragma unroll
-      for (int i = 0; i < Config::kTileN; i += 64) {
-        ptx::cp_async_bulk_tensor_2d(b + i * 64, map_b, full, n + i, k);
-      }
+    for (int i = 0; i < Config::kTileM; i += 32) {
+      ptx::cp_async_bulk_tensor_2d(a + i * 128, map_a, full, m + i, k);
     }
   }
-  __syncwarp();
+  if constexpr (Config::kMajorB == Major::K) {
+    ptx::cp_async_bulk_tensor_2d(b, map_b, full, k, n);
+  } else if constexpr (Config::kF32) {
+    ptx::cp_async_bulk_tensor_2d(b, map_b, full, n, k);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Config::kTileN; i += 64) {
+      ptx::cp_async_bulk_tensor_2d(b + i * 64, map_b, full, n + i, k);
+    }
+  }
 }
 
-// The producer warp: all k-blocks of all tiles but the first ones, which fill the stages.
+// The thread that loads: all k-blocks of all tiles but the first ones, which fill the stages.
 template <class Config>
 __device__ __forceinline__ void produce(const TensorMap& map_a, const TensorMap& map_b,
                                         const RouterBarriers<Config>& barriers, u32 smem,

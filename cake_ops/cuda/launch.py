@@ -8,8 +8,9 @@ families of kernels are launched by it: the grouped ones, which take offsets, an
 
 Every launch allows programmatic dependent launch: the kernel may begin while the one before it ends, and
 waits for it before its first global access. Back to back in a CUDA graph on an H200, 8 groups of 64 rows,
-N = K = 1024, take 6.0 us each instead of 7.2. In eager the host spares as well: the driver takes 5.3 us for a
-grouped launch instead of 6.0, 3.4 for one of the router instead of 4.2.
+N = K = 1024, take 6.0 us each instead of 7.2, and the router's three products with 64 tokens, H = 4096 and 256
+experts 5.5 instead of 6.0. In eager the host spares as well: the driver takes 5.3 us for a grouped launch instead of
+6.0, 3.4 for one of the router instead of 4.2.
 """
 
 from __future__ import annotations

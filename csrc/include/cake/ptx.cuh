@@ -177,14 +177,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_multicast(u32 dst, const
 
 #undef CAKE_TMA_LOAD
 
-__device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const TensorMap& map, u32 src, int x,
-                                                              int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-      "r"(src), "r"(x), "r"(y)
-      : "memory");
-}
-
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_store(const TensorMap& map, u32 src, int x,
                                                               int y, int z) {
   asm volatile(

@@ -9,7 +9,8 @@ infrastructure, forward-mode differentiation, a running profiler, which wants th
 alignment of the operands. Every other call takes the dispatcher, and is remembered if all that the
 dispatcher would have found is a plain operand on one device.
 
-Only calls without options are served here; ``torch.ops.cake.*`` is the dispatcher as ever.
+Served are the forms that return a new tensor, with ``deterministic`` left alone; ``torch.ops.cake.*`` is the
+dispatcher as ever.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import (
     DispatchKey,
@@ -96,14 +98,14 @@ def forget_calls() -> None:
 
 
 @cache
-def eager(name: str) -> Callable[..., Tensor]:
-    """The operator ``name`` as a function of its tensors alone, which gives what its overload gives.
+def eager(name: str, **options: Any) -> Callable[..., Tensor]:
+    """The operator ``name`` with ``options``, as a function of its tensors, which gives what its overload gives.
 
     The first tensor has rows, and in a weight gradient the second one as many. Their number may differ from call
     to call.
     """
     op = OPS[name]
-    overload = op.overload
+    overload = partial(op.overload, **options) if options else op.overload
     b_has_rows = name.endswith("_wgrad")
     table: _Table = {}
     _tables.append(table)
@@ -134,21 +136,35 @@ def eager(name: str) -> Callable[..., Tensor]:
                 return launch(*tensors)
         epoch = _epoch
         result = overload(*tensors)
-        _remember(op, table, tensors, b_has_rows, epoch)
+        _remember(op, options, table, tensors, b_has_rows, epoch)
         return result
 
     return call
 
 
+def by_out_dtype(name: str) -> dict[torch.dtype | None, Callable[..., Tensor]]:
+    """The operator ``name`` for each ``out_dtype`` that a GPU's kernels have."""
+    dtypes = torch.float32, torch.bfloat16
+    return {None: eager(name), **{dtype: eager(name, out_dtype=dtype) for dtype in dtypes}}
+
+
 def _remember(
-    op: Op, table: _Table, tensors: tuple[Tensor, ...], b_has_rows: bool, epoch: int
+    op: Op,
+    options: dict[str, Any],
+    table: _Table,
+    tensors: tuple[Tensor, ...],
+    b_has_rows: bool,
+    epoch: int,
 ) -> None:
     """Remembers a call that was served, if it was plain and one can be launched without the dispatcher."""
     plain = _launch_key(op, tensors)
     if plain is None:
         return
     direct = op.direct.get(plain)
-    how = direct(*tensors) if direct else Direct(0, sys.maxsize, op.launch[plain])
+    if direct:
+        how = direct(*tensors, **options)
+    else:
+        how = Direct(0, sys.maxsize, partial(op.launch[plain], **options))
     if how is None:
         return
     sizes: list[list[int | None]] = [list(t.shape) for t in tensors]

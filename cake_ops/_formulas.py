@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import Call, differentiable, not_differentiable
-from ._eager import eager
+from ._eager import by_out_dtype, eager
 from ._library import OPS
 
 
@@ -19,17 +19,23 @@ class _Product:
     """Calls one operator of a family with the options of the call that is being differentiated."""
 
     def __init__(self, name: str) -> None:
-        self.call, self.overload = eager(name), OPS[name].overload
+        self.overload = OPS[name].overload
         self.accepts = {argument.name for argument in self.overload._schema.arguments}
         self.mixed = name.startswith("router")  # operands and result may differ in dtype
+        by_dtype = "out_dtype" in self.accepts
+        self.eager = by_out_dtype(name) if by_dtype else {None: eager(name)}
 
     def __call__(self, call: Call, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         options = {}
         if "deterministic" in self.accepts and not call.options.get("deterministic", True):
             options["deterministic"] = False
+        out_dtype = None  # the default: a dtype costs the dispatcher a microsecond
         if self.mixed and dtype != torch.float32 and "out_dtype" in self.accepts:
-            options["out_dtype"] = dtype  # not the default: a dtype costs a microsecond to pass
-        result = self.overload(*tensors, **options) if options else self.call(*tensors)
+            options["out_dtype"] = out_dtype = dtype
+        if "deterministic" not in options and out_dtype in self.eager:
+            result = self.eager[out_dtype](*tensors)
+        else:
+            result = self.overload(*tensors, **options)
         return result if result.dtype == dtype else result.to(dtype)
 
 

@@ -87,8 +87,8 @@ class Op:
         overload: the ``OpOverload`` to call, to redispatch, and to register rules for.
         launch: the function of each device, keyed by the plain keyset of :data:`PLAIN`, so that one
             dictionary lookup both recognises plain eager mode and finds what to run.
-        direct: by the same keys, ``(*tensors) -> Direct | None`` of a call that was served; None is a call that
-            ``launch`` alone can serve. A device without one is always served by ``launch``.
+        direct: by the same keys, ``(*tensors, **options) -> Direct | None`` of a call that was served; None is a
+            call that ``launch`` alone can serve. A device without one is always served by ``launch``.
         record: ``(launch, *tensors)`` launches and records the call for backward.
         explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call, without running it.
         prepare: for each device, ``(out, *tensors) -> (launch, Explanation)`` of a checked call that

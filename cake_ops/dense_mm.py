@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_out_dtype
-from ._eager import eager
+from ._eager import by_out_dtype
 from ._library import OPS
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _EAGER = {
-    family + suffix: eager(family + suffix)
+    family + suffix: by_out_dtype(family + suffix)
     for family in ("dense_mm", "batched_mm")
     for suffix in ("", "_dgrad", "_wgrad")
 }
@@ -53,8 +53,8 @@ def _call(
         check_out_dtype(f"{name}_out", out, out_dtype)
         OPS[f"{name}_out"].overload(a, b, deterministic=deterministic, out=out)
         return out
-    if out_dtype is None and deterministic:
-        return _EAGER[name](a, b)
+    if deterministic and out_dtype in _EAGER[name]:
+        return _EAGER[name][out_dtype](a, b)
     return OPS[name].overload(a, b, out_dtype=out_dtype, deterministic=deterministic)
 
 

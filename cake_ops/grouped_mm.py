@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 from ._checks import check_out_dtype
-from ._eager import eager
+from ._eager import by_out_dtype, eager
 from ._library import OPS
 
 __all__ = ["grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad", "grouped_mm_wgrad_"]
 
-_fwd, _dgrad, _wgrad = map(eager, ("grouped_mm", "grouped_mm_dgrad", "grouped_mm_wgrad"))
+_fwd, _dgrad = eager("grouped_mm"), eager("grouped_mm_dgrad")
+_wgrad = by_out_dtype("grouped_mm_wgrad")
 
 
 def grouped_mm(
@@ -109,8 +110,8 @@ def grouped_mm_wgrad(
         check_out_dtype("grouped_mm_wgrad_out", out, out_dtype)
         OPS["grouped_mm_wgrad_out"].overload(g, x, offs, deterministic=deterministic, out=out)
         return out
-    if out_dtype is None and deterministic:
-        return _wgrad(g, x, offs)
+    if deterministic and out_dtype in _wgrad:
+        return _wgrad[out_dtype](g, x, offs)
     return OPS["grouped_mm_wgrad"].overload(
         g, x, offs, out_dtype=out_dtype, deterministic=deterministic
     )

@@ -39,12 +39,13 @@ import torch
 from torch import Tensor
 
 from ._checks import check_out_dtype
-from ._eager import eager
+from ._eager import by_out_dtype, eager
 from ._library import OPS
 
 __all__ = ["router_mm", "router_mm_dgrad", "router_mm_wgrad", "router_mm_wgrad_", "split_bf16x3"]
 
-_fwd, _dgrad, _wgrad = map(eager, ("router_mm", "router_mm_dgrad", "router_mm_wgrad"))
+_fwd = eager("router_mm")
+_dgrad, _wgrad = by_out_dtype("router_mm_dgrad"), by_out_dtype("router_mm_wgrad")
 
 
 def router_mm(
@@ -93,8 +94,8 @@ def router_mm_dgrad(
         check_out_dtype("router_mm_dgrad_out", out, out_dtype)
         OPS["router_mm_dgrad_out"].overload(g, w, deterministic=deterministic, out=out)
         return out
-    if out_dtype is None and deterministic:
-        return _dgrad(g, w)
+    if deterministic and out_dtype in _dgrad:
+        return _dgrad[out_dtype](g, w)
     return OPS["router_mm_dgrad"].overload(g, w, out_dtype=out_dtype, deterministic=deterministic)
 
 
@@ -122,8 +123,8 @@ def router_mm_wgrad(
         check_out_dtype("router_mm_wgrad_out", out, out_dtype)
         OPS["router_mm_wgrad_out"].overload(g, x, deterministic=deterministic, out=out)
         return out
-    if out_dtype is None and deterministic:
-        return _wgrad(g, x)
+    if deterministic and out_dtype in _wgrad:
+        return _wgrad[out_dtype](g, x)
     return OPS["router_mm_wgrad"].overload(g, x, out_dtype=out_dtype, deterministic=deterministic)
 
 

@@ -34,8 +34,8 @@ def _swapped(wrap: Callable[[str, Launch], Launch]) -> Iterator[None]:
         yield
     finally:
         for name, op in OPS.items():
-            launch, direct = before[name]
-            op.launch.update(launch)
+            launches, direct = before[name]
+            op.launch.update(launches)
             op.direct.update(direct)
         forget_calls()
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -22,26 +23,26 @@ from cake_ops import _eager
 from cake_ops._library import OPS
 from cake_ops.cuda.geometry import bucket_range, rows_bucket
 
-Watch = Callable[[str], tuple[Callable[..., Tensor], list[int]]]
+Watch = Callable[..., tuple[Callable[..., Tensor], list[int]]]
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """The fast path of an operator, new, and a list that grows when a call takes the dispatcher."""
 
-    def watched(name: str) -> tuple[Callable[..., Tensor], list[int]]:
+    def watched(name: str, **options: Any) -> tuple[Callable[..., Tensor], list[int]]:
         op, dispatched = OPS[name], []
 
-        def overload(*tensors):
+        def overload(*tensors, **options):
             dispatched.append(1)
-            return op.overload(*tensors)
+            return op.overload(*tensors, **options)
 
         class Watched:
             def __getattr__(self, attribute):
                 return overload if attribute == "overload" else getattr(op, attribute)
 
         monkeypatch.setitem(OPS, name, Watched())
-        call = _eager.eager.__wrapped__(name)
+        call = _eager.eager.__wrapped__(name, **options)
         monkeypatch.setitem(OPS, name, op)
         return call, dispatched
 
@@ -92,6 +93,18 @@ def test_the_second_call_is_recognised_and_gives_the_same(watch, device, name, g
         wanted = torch.autograd.grad(direct, tensors[:2], g)
         got = torch.autograd.grad(results[-1], tensors[:2], g)
         assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["grouped_mm_wgrad", "router_mm_dgrad", "router_mm_wgrad"])
+def test_a_dtype_of_the_result_has_calls_of_its_own(watch, device, name, dtype):
+    call, dispatched = watch(name, out_dtype=dtype)
+    tensors = operands(name, dtype=torch.bfloat16, device=device)
+    results = [call(*tensors) for _ in range(3)]
+    assert len(dispatched) == 1
+    for y in results:
+        assert y.dtype == dtype
+        assert torch.equal(y, OPS[name].overload(*tensors, out_dtype=dtype))
 
 
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_wgrad", "router_mm", "router_mm_wgrad"])

@@ -90,11 +90,13 @@ def _serve_plain(name: str, make: MakeRoute) -> None:
             _check_offs(name, offs, a.shape[0])
         return route.run(None, a, b, offs)
 
-    def direct(a: Tensor, b: Tensor, offs: Tensor) -> Direct | None:
+    def direct(
+        a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Direct | None:
         if CHECK_OFFS:
             return None
         key = call_key(a, b, offs, b_has_rows)
-        return direct_launch(routes.get((None, key) if b_has_rows else key), a.shape[0])
+        return direct_launch(routes.get((out_dtype, key) if b_has_rows else key), a.shape[0])
 
     def explain(*tensors: Tensor, out_dtype=None, deterministic=True) -> Explanation:
         return make_route(*tensors, out_dtype).explanation

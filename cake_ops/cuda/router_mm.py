@@ -54,8 +54,8 @@ def _serve(name: str) -> None:
         route = routes.get(key) or routes.add(key, a, b, out_dtype)
         return route.run(None, a, b)
 
-    def direct(a: Tensor, b: Tensor) -> Direct | None:
-        return direct_launch(routes.get(call_key(a, b, None, b_has_rows)), a.shape[0])
+    def direct(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Direct | None:
+        return direct_launch(routes.get(call_key(a, b, out_dtype, b_has_rows)), a.shape[0])
 
     def write(op: str, out: Tensor, accumulate: bool, a: Tensor, b: Tensor) -> None:
         into_route(name, accumulate, out, a, b).run(out, a, b)

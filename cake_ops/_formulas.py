@@ -22,20 +22,19 @@ class _Product:
         self.overload = OPS[name].overload
         self.accepts = {argument.name for argument in self.overload._schema.arguments}
         self.mixed = name.startswith("router")  # operands and result may differ in dtype
+        served = eager(name)
         by_dtype = "out_dtype" in self.accepts
-        self.eager = by_out_dtype(name) if by_dtype else {None: eager(name)}
+        self.eager = by_out_dtype(name) if by_dtype else lambda out_dtype: served
 
     def __call__(self, call: Call, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        options = {}
+        # A dtype that is the default is not passed: it costs the dispatcher a microsecond.
+        casts = self.mixed and dtype != torch.float32 and "out_dtype" in self.accepts
+        out_dtype = dtype if casts else None
         if "deterministic" in self.accepts and not call.options.get("deterministic", True):
-            options["deterministic"] = False
-        out_dtype = None  # the default: a dtype costs the dispatcher a microsecond
-        if self.mixed and dtype != torch.float32 and "out_dtype" in self.accepts:
-            options["out_dtype"] = out_dtype = dtype
-        if "deterministic" not in options and out_dtype in self.eager:
-            result = self.eager[out_dtype](*tensors)
+            options = {"out_dtype": out_dtype} if casts else {}
+            result = self.overload(*tensors, deterministic=False, **options)
         else:
-            result = self.overload(*tensors, **options)
+            result = self.eager(out_dtype)(*tensors)
         return result if result.dtype == dtype else result.to(dtype)
 
 

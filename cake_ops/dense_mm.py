@@ -53,9 +53,9 @@ def _call(
         check_out_dtype(f"{name}_out", out, out_dtype)
         OPS[f"{name}_out"].overload(a, b, deterministic=deterministic, out=out)
         return out
-    if deterministic and out_dtype in _EAGER[name]:
-        return _EAGER[name][out_dtype](a, b)
-    return OPS[name].overload(a, b, out_dtype=out_dtype, deterministic=deterministic)
+    if deterministic:
+        return _EAGER[name](out_dtype)(a, b)
+    return OPS[name].overload(a, b, out_dtype=out_dtype, deterministic=False)
 
 
 def dense_mm(

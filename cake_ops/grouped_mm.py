@@ -110,11 +110,9 @@ def grouped_mm_wgrad(
         check_out_dtype("grouped_mm_wgrad_out", out, out_dtype)
         OPS["grouped_mm_wgrad_out"].overload(g, x, offs, deterministic=deterministic, out=out)
         return out
-    if deterministic and out_dtype in _wgrad:
-        return _wgrad[out_dtype](g, x, offs)
-    return OPS["grouped_mm_wgrad"].overload(
-        g, x, offs, out_dtype=out_dtype, deterministic=deterministic
-    )
+    if deterministic:
+        return _wgrad(out_dtype)(g, x, offs)
+    return OPS["grouped_mm_wgrad"].overload(g, x, offs, out_dtype=out_dtype, deterministic=False)
 
 
 def grouped_mm_wgrad_(

@@ -2,7 +2,8 @@
 
 ``torch.profiler`` needs nothing from here. While it records, every call takes the dispatcher and is an event
 ``cake::grouped_mm`` of its own, with shapes under ``record_shapes=True``, and so are the products of a backward
-pass; its host time is then that of ``torch.ops.cake``, some microseconds more than otherwise. Kernels have
+pass; its host time is then that of ``torch.ops.cake``, some microseconds more than otherwise. (An
+``ExecutionTraceObserver`` without a profiler sees first calls alone.) Kernels have
 names such as ``sm90_grouped_gemm_nt_...``. :func:`ranges` adds what those leave out: the launch apart from
 the dispatch and autograd before it, and NVTX ranges with shapes for Nsight Systems and Nsight Compute.
 """

@@ -94,9 +94,9 @@ def router_mm_dgrad(
         check_out_dtype("router_mm_dgrad_out", out, out_dtype)
         OPS["router_mm_dgrad_out"].overload(g, w, deterministic=deterministic, out=out)
         return out
-    if deterministic and out_dtype in _dgrad:
-        return _dgrad[out_dtype](g, w)
-    return OPS["router_mm_dgrad"].overload(g, w, out_dtype=out_dtype, deterministic=deterministic)
+    if deterministic:
+        return _dgrad(out_dtype)(g, w)
+    return OPS["router_mm_dgrad"].overload(g, w, out_dtype=out_dtype, deterministic=False)
 
 
 def router_mm_wgrad(
@@ -123,9 +123,9 @@ def router_mm_wgrad(
         check_out_dtype("router_mm_wgrad_out", out, out_dtype)
         OPS["router_mm_wgrad_out"].overload(g, x, deterministic=deterministic, out=out)
         return out
-    if deterministic and out_dtype in _wgrad:
-        return _wgrad[out_dtype](g, x)
-    return OPS["router_mm_wgrad"].overload(g, x, out_dtype=out_dtype, deterministic=deterministic)
+    if deterministic:
+        return _wgrad(out_dtype)(g, x)
+    return OPS["router_mm_wgrad"].overload(g, x, out_dtype=out_dtype, deterministic=False)
 
 
 def router_mm_wgrad_(out: Tensor, g: Tensor, x: Tensor, *, deterministic: bool = True) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,12 +110,12 @@ def test_a_dtype_of_the_result_has_calls_of_its_own(watch, device, name, dtype):
 
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_wgrad", "router_mm", "router_mm_wgrad"])
 def test_other_rows_are_recognised(watch, device, name):
-    """On a GPU those of the same bucket."""
+    """Those of as many bits, on a GPU those of the same bucket."""
     call, dispatched = watch(name)
     for rows in (5, 1, 93, 100, 97, 104, 96, 5, 1):
         tensors = operands(name, rows, device=device)
         assert torch.equal(call(*tensors), OPS[name].overload(*tensors))
-    assert len(dispatched) == (1 if device.type == "cpu" else 4)
+    assert len(dispatched) == (3 if device.type == "cpu" else 4)
 
 
 @pytest.mark.gpu
@@ -370,13 +371,13 @@ def test_clear_caches_forgets(watch):
 def test_a_call_during_which_all_is_forgotten_is_not_remembered(watch, monkeypatch):
     call, dispatched = watch("router_mm")
     tensors = operands("router_mm")
-    launch_key = _eager._launch_key
+    keys = _eager._keys
 
     def interrupted(*args):
         _eager.forget_calls()
-        return launch_key(*args)
+        return keys(*args)
 
-    monkeypatch.setattr(_eager, "_launch_key", interrupted)
+    monkeypatch.setattr(_eager, "_keys", interrupted)
     for _ in range(2):
         call(*tensors)
     assert len(dispatched) == 2
@@ -386,7 +387,7 @@ def test_what_is_known_is_bounded_and_holds_no_tensor(watch, monkeypatch):
     monkeypatch.setattr(_eager, "MAX_KNOWN", 4)
     monkeypatch.setattr(_eager, "MAX_SIZES", 3)
     call, dispatched = watch("router_mm")
-    table = _eager._tables[-1]
+    table = _eager._tables[-1][0]
     for n in range(1, 9):
         call(torch.randn(3, 8), torch.randn(n, 8))
     assert [len(known) for known in table.values()] == [4]
@@ -395,13 +396,137 @@ def test_what_is_known_is_bounded_and_holds_no_tensor(watch, monkeypatch):
     assert len(dispatched) == 8
     for k in (8, 12, 16, 20):
         call(torch.randn(3, k), torch.randn(2, k))
-    assert list(table) == [20]
+    assert [key >> 6 for key in table] == [20]
+    for k in (24, 28, 28, 24):  # a full table is not cleared for sizes that it has
+        call(torch.randn(3, k), torch.randn(k // 4, k))
+        call(torch.randn(3, k), torch.randn(k // 2, k))
+    assert [key >> 6 for key in table] == [20, 24, 28]
     x, w = torch.randn(3, 20), torch.randn(2, 20)
     call(x, w)
     held = [weakref.ref(t) for t in (x, w)]
     del x, w
     gc.collect()
     assert [t() for t in held] == [None, None]
+
+
+def test_one_tensor_twice_takes_the_dispatcher_and_nothing_is_remembered(watch):
+    call, dispatched = watch("router_mm")
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        assert torch.equal(call(x, x), OPS["router_mm"].overload(x, x))
+    assert len(dispatched) == 3 and not _eager._tables[-1][0]
+
+
+def test_what_only_the_dispatcher_serves_is_remembered_so(watch, monkeypatch):
+    call, dispatched = watch("dense_mm")
+    asked = []
+    keys = _eager._keys
+    monkeypatch.setattr(_eager, "_keys", lambda *args: asked.append(1) or keys(*args))
+    x, w = operands("dense_mm")
+    meta = x.to("meta"), w.to("meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            assert call(x, w).dtype == torch.bfloat16  # it casts
+            assert call(*meta).is_meta
+    assert len(dispatched) == 6 and len(asked) == 2
+
+
+class _Below(TorchDispatchMode):
+    """Calls the operator where the dispatcher is below autograd already."""
+
+    def __init__(self, call):
+        self.call, self.results = call, []
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.results.append(self.call())
+        return func(*args, **(kwargs or {}))
+
+
+def below_autograd(place: str, call: Callable[[], Tensor]) -> Tensor:
+    if place == "inference mode":
+        with torch.inference_mode(), torch.enable_grad():
+            return call()
+    if place == "guard":
+        with torch._C._AutoDispatchBelowAutograd():
+            return call()
+    mode = _Below(call)
+    with mode:
+        torch.zeros(1) + 1
+    return mode.results[-1]
+
+
+@pytest.mark.parametrize("place", ["inference mode", "guard", "handler of a mode"])
+def test_below_autograd_no_graph_is_recorded(watch, place):
+    call, _ = watch("router_mm")
+    x, w = operands("router_mm", grad=True)
+    results = [below_autograd(place, lambda: call(x, w)) for _ in range(3)]
+    results.append(below_autograd(place, lambda: OPS["router_mm"].overload(x, w)))
+    assert [y.requires_grad for y in results] == [False] * 4
+    assert call(x, w).requires_grad
+
+
+def test_inference_tensors_outside_inference_mode(watch):
+    call, _ = watch("router_mm")
+    with torch.inference_mode():
+        x, w = operands("router_mm")
+        w.requires_grad_()
+    for _ in range(3):
+        assert not call(x, w).requires_grad
+    assert not OPS["router_mm"].overload(x, w).requires_grad
+
+
+def test_a_profile_of_all_threads_has_the_event_of_a_known_call():
+    x, w = operands("router_mm")
+    for _ in range(2):
+        cake_ops.router_mm(x, w)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=config) as profile:
+        cake_ops.router_mm(x, w)
+    assert "cake::router_mm" in {event.key for event in profile.key_averages()}
+
+
+def test_what_the_garbage_collector_runs_may_clear_the_caches(watch, monkeypatch):
+    """It may run in the midst of remembering a call."""
+    call, dispatched = watch("router_mm")
+    tensors = operands("router_mm")
+    guards, cleared = _eager.TensorGuards, []
+
+    class Clears:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            cake_ops.clear_caches()
+            cleared.append(1)
+
+    class WithGarbage:
+        def __init__(self, *args, **kwargs):
+            self.made = guards(*args, **kwargs)
+
+        @property
+        def check(self):
+            gc.set_threshold(1)
+            Clears()
+            return self.made.check
+
+    monkeypatch.setattr(_eager, "TensorGuards", WithGarbage)
+    threshold = gc.get_threshold()
+    thread = threading.Thread(target=lambda: [call(*tensors) for _ in range(3)], daemon=True)
+    try:
+        thread.start()
+        thread.join(20)
+    finally:
+        gc.set_threshold(*threshold)
+    assert not thread.is_alive() and cleared and len(dispatched) == 3
+
+
+def test_a_bad_dtype_of_the_result_is_refused_as_ever():
+    x, w = operands("dense_mm")
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            cake_ops.dense_mm(x, w, out_dtype=[1])
 
 
 def test_without_guards_every_call_takes_the_dispatcher(watch, monkeypatch):

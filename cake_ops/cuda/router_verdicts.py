@@ -121,7 +121,7 @@ class Verdicts:
     __slots__ = ("_layers", "_lock", "generation")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._layers: dict[str, tuple[RouterRoute, ...]] = {"override": ()}
         self.generation = 0
 

@@ -58,7 +58,7 @@ class RouteCache:
     def __init__(self, make: Callable[..., Route], name: str, writes: bool = False) -> None:
         self._routes: dict[Any, Route] = {}
         self._make, self._name, self._writes = make, name, writes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what the garbage collector runs may come back here
         self.get = self._routes.get
         CACHES[name] = self
 
@@ -101,10 +101,8 @@ def allocating(route: Route, allocate: Callable[..., Tensor]) -> Route:
 
 
 def direct_launch(route: Route | None, rows: int) -> Direct | None:
-    """What the eager fast path may know of a call that ``route`` serves: the launch of a kernel."""
-    if route is None or route.explanation.path != "kernel":
-        return None
-    return Direct(*bucket_range(rows), partial(route.run, None))
+    """What the eager fast path may know of a call that ``route``, made by a launch, serves."""
+    return None if route is None else Direct(*bucket_range(rows), partial(route.run, None))
 
 
 def call_key(a: Tensor, b: Tensor, offs: Tensor, b_has_rows: bool = False) -> tuple[Any, ...]:

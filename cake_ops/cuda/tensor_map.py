@@ -33,7 +33,7 @@ class MapTable:
     def __init__(self, geometry: TensorMapGeometry, device: int) -> None:
         self._geometry, self._device = geometry, device
         self._entries: dict[Key, Entry] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what the garbage collector runs may come back here
         self.get = self._entries.get
 
     def add(self, key: Key) -> Entry:

@@ -1,7 +1,8 @@
 """Turns one function into the launches of an operator in all its forms, plain, ``_out`` and ``_``.
 
 :func:`serve` is for backends that compute through torch. The CUDA kernels have a plain launch of their own, which
-checks a call only when its geometry is new; their writing forms are made by :func:`serve_into` too.
+checks a call only when its geometry is new; their writing forms are made by :func:`serve_into` too, which spares
+a call like an earlier one all checks but that of overlapping memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
+from ._eager import TensorGuards
 from ._explanation import Explanation
 from ._library import OPS
 from ._log import LOGGER, log_torch
@@ -71,6 +73,12 @@ def serve_into(device: str, name: str, write: Compute, explain: Callable[..., Ex
     ``explain`` takes the arguments of ``write``.
     """
     problem = PROBLEMS[name]
+    batched = name.startswith("batched")  # its first size is tied to the weight's
+    rows = (
+        not name.endswith("_wgrad"),
+        *(argument in ("x", "g") for argument in problem.arguments),
+    )
+    known = _CheckedCalls(tuple(has and not batched for has in rows))
 
     def forms(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def call_out(*tensors: Tensor, out: Tensor, deterministic=True) -> Any:
@@ -80,8 +88,10 @@ def serve_into(device: str, name: str, write: Compute, explain: Callable[..., Ex
             return checked(f"{name}_", out, True, tensors)
 
         def checked(op: str, out: Tensor, accumulate: bool, tensors: tuple[Tensor, ...]) -> Any:
-            problem.check_out(op, out, *tensors)
-            problem.check_no_overlap(op, out, *tensors)
+            if not known.hold(out, *tensors):
+                problem.check_out(op, out, *tensors)
+                problem.check_no_overlap(op, out, *tensors)
+                known.add(out, *tensors)
             return function(op, out, accumulate, *tensors)
 
         return call_out, call_accumulate
@@ -92,3 +102,56 @@ def serve_into(device: str, name: str, write: Compute, explain: Callable[..., Ex
         if name + suffix in OPS:
             OPS[name + suffix].serve(device, launch)
             OPS[name + suffix].explain[device] = explain_form
+
+
+class _CheckedCalls:
+    """The calls of the writing forms that passed their checks, ``(out, *tensors)``, by their geometry.
+
+    Args:
+        has_rows: of each tensor, whether its first size is the number of rows, which may differ from call to call.
+    """
+
+    MAX = 32
+
+    def __init__(self, has_rows: tuple[bool, ...]) -> None:
+        self._has_rows = has_rows
+        self._with_rows = [i for i, has in enumerate(has_rows) if has]
+        self._known: tuple[tuple[Callable[..., bool], list[tuple[int, int]]], ...] = ()
+
+    def hold(self, out: Tensor, *inputs: Tensor) -> bool:
+        """Whether a call like this one passed the checks, and ``out`` shares no memory with an input."""
+        tensors = out, *inputs
+        for check, (span, *spans) in self._known:
+            if not check(*tensors):
+                continue
+            sizes = [tensors[i].shape[0] for i in self._with_rows] or [1]
+            rows = sizes[0]
+            if rows == 0 or any(size != rows for size in sizes):
+                return False
+            first = out.data_ptr()
+            last = first + span[0] + rows * span[1]
+            for t, (fixed, row) in zip(inputs, spans, strict=True):
+                begin = t.data_ptr()
+                if begin < last and first < begin + fixed + rows * row:
+                    return False
+            return True
+        return False
+
+    def add(self, *tensors: Tensor) -> None:
+        # The guards refuse a tensor that comes twice; empty ones have no extent.
+        twice = len(set(map(id, tensors))) < len(tensors)
+        if TensorGuards is None or twice or any(0 in t.shape for t in tensors):
+            return
+        sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
+        spans = []
+        for t, size, has_rows in zip(tensors, sizes, self._has_rows, strict=True):
+            inner = 1 + sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True))
+            row, width = t.stride(0), t.element_size()
+            if has_rows:
+                size[0] = None
+                spans.append(((inner - row) * width, row * width))
+            else:
+                spans.append(((inner + (t.shape[0] - 1) * row) * width, 0))
+        strides = [list(t.stride()) for t in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._known = ((guards.check, spans), *self._known[: self.MAX - 1])

@@ -10,6 +10,8 @@ from forms import CANARY, NAN, assert_close, good_arguments, same_bits
 from torch import Tensor
 
 import cake_ops
+from cake_ops._library import OPS
+from cake_ops._problem import Problem
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INPUTS = [(name, arg) for name in OPERATORS for arg in good_arguments(name)]
@@ -51,6 +53,74 @@ def test_out_that_overlaps_an_input_is_refused(device: torch.device, name: str, 
                 getattr(torch.ops.cake, form)(**inputs | {arg: view, "out": out})
                 assert_close(out, expected)
                 assert same_bits(view, t)
+
+
+FORMS = [name for name, op in OPS.items() if op.mutates]
+
+
+def call_of(form: str, rows: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs with so many rows, and an ``out``, of a call of ``form``."""
+    inputs = random_arguments(form)
+    if not form.startswith("batched"):
+        inputs = {
+            arg: torch.randn(rows, *t.shape[1:], dtype=t.dtype) if arg in ("x", "g") else t
+            for arg, t in inputs.items()
+        }
+    plain = form.removesuffix("_out").removesuffix("_")
+    return inputs, getattr(torch.ops.cake, plain)(**inputs).normal_()
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    checked: list[str] = []
+    check_out = Problem.check_out
+
+    def counting(self, op, out, *tensors):
+        checked.append(op)
+        check_out(self, op, out, *tensors)
+
+    monkeypatch.setattr(Problem, "check_out", counting)
+    return checked
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch) -> None:
+    """Whatever its rows, except where they are none; its results are those of any call."""
+    call = getattr(torch.ops.cake, form)
+    inputs, out = call_of(form, 9)
+    call(**inputs, out=out)
+    checked = count_checks(monkeypatch)
+    for rows in (9, 12, 30, 9):
+        inputs, out = call_of(form, rows)
+        plain = form.removesuffix("_out").removesuffix("_")
+        expected = reference.PRODUCTS[plain](*inputs.values())
+        if form.endswith("_"):
+            expected = expected + out.double()
+        call(**inputs, out=out)
+        assert_close(out, expected)
+    assert checked == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_known_call_is_refused_as_any(form: str) -> None:
+    """One size of ``out`` or of an operand is wrong, or memory is shared with an input, at its first byte or last."""
+    call = getattr(torch.ops.cake, form)
+    rows = 9
+    for _ in range(2):
+        inputs, out = call_of(form, rows)
+        call(**inputs, out=out)
+    wrong = [(dict(inputs), out.new_zeros(out.shape[0] + 1, *out.shape[1:]))]
+    wrong += [(inputs | {arg: t[:-1]}, out) for arg, t in inputs.items()]
+    for tensors, result in wrong:
+        with pytest.raises(RuntimeError):
+            call(**tensors, out=result)
+    for arg, t in inputs.items():
+        for begin in (out.nbytes - 16, -(t.nbytes - 16)):
+            memory = torch.zeros(t.nbytes + out.nbytes, dtype=torch.uint8)
+            first = max(-begin, 0)
+            over = memory[first:][: out.nbytes].view(out.dtype).view(out.shape)
+            view = memory[max(begin, 0) :][: t.nbytes].view(t.dtype).view(t.shape)
+            with pytest.raises(RuntimeError, match=f"share memory with the input {arg};"):
+                call(**inputs | {arg: view}, out=over)
 
 
 @pytest.mark.parametrize(

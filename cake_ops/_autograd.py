@@ -119,7 +119,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     # Host time counts here. Only the two operands are arguments to autograd, which takes 0.2 us for one
     # more, and the context's fields are set without its methods, which take 0.14 us.
     def forward(ctx, how, a, b):
-        tensors, options, launch, keyset, pushed = how
+        tensors, call, launch, keyset, pushed = how
         _, a_needs, b_needs = ctx.needs_input_grad
         saved = tensors
         if not (a_needs and b_needs):
@@ -128,12 +128,11 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         if hooks is not None:
             pack, unpack = hooks
             packed = [_pack(pack, t) for t in saved if t is not None]  # may stop a recomputation
-        ctx.to_save, ctx.materialize_grads = saved, False
-        ctx.call = options, a.dtype, b.dtype, b.stride() if b_needs else ()
+        ctx.to_save, ctx.materialize_grads, ctx.call = saved, False, call
         if launch is not None:
-            y = launch(*tensors, **options)
+            y = launch(*tensors, **call[0])
         else:
-            y = _redispatch_from_forward(op, keyset, tensors, options)
+            y = _redispatch_from_forward(op, keyset, tensors, call[0])
         if hooks is not None:
             packed.reverse()
             push_hooks(lambda _: packed.pop(), unpack)
@@ -167,9 +166,9 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     )
     apply = node.apply
 
-    def with_grad(keyset, launch, tensors, options):
+    def with_grad(keyset, launch, tensors, call):
         pushed: list[bool] = []
-        how = tensors, options, launch, keyset, pushed
+        how = tensors, call, launch, keyset, pushed
         try:
             if peek_interpreter_stack() is not None:
                 with enable_single_level_autograd_function():
@@ -179,10 +178,18 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             if pushed:
                 pop_hooks()
 
-    def record(launch, *tensors, **options):
-        if top_hooks(False) is not None:
-            return with_grad(None, launch, tensors, options)
-        return apply((tensors, options, launch, None, None), tensors[0], tensors[1])
+    def call_of(options, a, b):
+        return options, a.dtype, b.dtype, b.stride() if b.requires_grad else ()
+
+    def recorded(launch, a, b):
+        call = call_of({}, a, b)
+
+        def record(*tensors):
+            if top_hooks(False) is not None:
+                return with_grad(None, launch, tensors, call)
+            return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
+
+        return record
 
     def kernel(keyset, *tensors, **options):
         try:
@@ -190,9 +197,10 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             if forward_ad._current_level >= 0:
                 _refuse_tangents(name, *tensors)
             if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
-                if launch is None:
-                    return with_grad(keyset, None, tensors, options)
-                return record(launch, *tensors, **options)
+                call = call_of(options, tensors[0], tensors[1])
+                if launch is None or top_hooks(False) is not None:
+                    return with_grad(keyset, launch, tensors, call)
+                return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
             if launch is not None:
                 return launch(*tensors, **options)
             return _redispatch(op, keyset, tensors, options)
@@ -200,7 +208,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             _refuse_none(op, *tensors)
             raise
 
-    op.record = record
+    op.recorded = recorded
     LIB.impl(name, kernel, "Autograd", with_keyset=True)
 
 

@@ -74,8 +74,8 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 
 
 class _Known(NamedTuple):
-    """A call that was seen: its rows, what recognises it, its launch and, where it is recorded for backward, what
-    does so."""
+    """A call that was seen: its rows, what recognises it, its launch and, where it is recorded for backward, the
+    launch that does so."""
 
     first: int
     last: int
@@ -138,7 +138,7 @@ def eager(name: str, **options: Any) -> Callable[..., Tensor]:
         for first, last, check, launch, record in table.get(key, ()):
             if first <= rows <= last and check(*tensors):
                 if record is not None and is_grad_enabled():
-                    return record(launch, *tensors)
+                    return record(*tensors)
                 return launch(*tensors)
         result = overload(*tensors)
         known = _known(op, options, overload, tensors, b_has_rows)
@@ -193,7 +193,7 @@ def _known(
         dynamic_dims_strides=[list(t.stride()) for t in tensors],
     )
     requires_grad = tensors[0].requires_grad or tensors[1].requires_grad
-    record = op.record if records and requires_grad else None
+    record = op.recorded(how.launch, *tensors[:2]) if records and requires_grad else None
     return _Known(how.first, how.last, guards.check, how.launch, record)
 
 

@@ -89,7 +89,8 @@ class Op:
             dictionary lookup both recognises plain eager mode and finds what to run.
         direct: by the same keys, ``(*tensors, **options) -> Direct | None`` of a call that was served; None is a
             call that ``launch`` alone can serve. A device without one is always served by ``launch``.
-        record: ``(launch, *tensors)`` launches and records the call for backward.
+        recorded: ``(launch, a, b)`` returns a launch that records its calls for backward; a and b are the first
+            two tensors of a call of their geometry.
         explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call, without running it.
         prepare: for each device, ``(out, *tensors) -> (launch, Explanation)`` of a checked call that
             writes ``out``.
@@ -106,7 +107,7 @@ class Op:
         "name",
         "overload",
         "prepare",
-        "record",
+        "recorded",
     )
 
     def __init__(self, schema: str) -> None:
@@ -115,7 +116,7 @@ class Op:
         self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self.launch: dict[int, Callable[..., Any]] = {}
         self.direct: dict[int, Callable[..., Direct | None]] = {}
-        self.record: Callable[..., Any] | None = None
+        self.recorded: Callable[..., Any] | None = None
         self.explain: dict[str, Callable[..., Any]] = {}
         self.prepare: dict[str, Callable[..., Any]] = {}
         router = self.name.startswith("router")

@@ -103,8 +103,8 @@ def _wanted(ctx: Any) -> tuple[bool, bool, Tensor | None]:
 def _will_execute(node: Any) -> bool:
     try:
         return _will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that ``autograd.grad`` was asked for, or no engine runs
-        return True
+    except RuntimeError:  # a leaf that ``autograd.grad`` was asked for, or no engine runs; 8 us, but
+        return True  # nothing else tells such a leaf from one that is not wanted
 
 
 def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool) -> None:

@@ -17,8 +17,11 @@ from cake_ops.cuda import launch
 from cake_ops.cuda.router_config import LAYOUTS, RouterConfig
 from cake_ops.cuda.routes import RouteCache
 
-pytest.register_assert_rewrite("forms", "emulator", "gpu", "ranks")  # before their first import
+pytest.register_assert_rewrite(
+    "forms", "emulator", "gpu", "known_calls", "ranks"
+)  # before their first import
 from forms import Place
+from known_calls import Watch, watcher
 
 torch.set_num_threads(
     1
@@ -54,6 +57,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def place(request: pytest.FixtureRequest) -> Place:
     """Each test that takes it runs on every device and dtype of the GEMMs."""
     return request.param
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """``(name, **options)`` returns a fast path of the operator and the list of its calls through the dispatcher."""
+    return watcher(monkeypatch)
 
 
 @pytest.fixture

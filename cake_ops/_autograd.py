@@ -103,8 +103,10 @@ def _wanted(ctx: Any) -> tuple[bool, bool, Tensor | None]:
 def _will_execute(node: Any) -> bool:
     try:
         return _will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that ``autograd.grad`` was asked for, or no engine runs; 8 us, but
-        return True  # nothing else tells such a leaf from one that is not wanted
+    except RuntimeError:
+        # A leaf that ``autograd.grad`` was asked for, or no engine runs. The error takes 8 us, but nothing
+        # else tells such a leaf from one that is not wanted.
+        return True
 
 
 def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool) -> None:

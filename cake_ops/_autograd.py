@@ -183,15 +183,14 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     def call_of(options, a, b):
         return options, a.dtype, b.dtype, b.stride() if b.requires_grad else ()
 
+    def record(keyset, launch, tensors, call):
+        if launch is None or top_hooks(False) is not None:
+            return with_grad(keyset, launch, tensors, call)
+        return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
+
     def recorded(launch, a, b):
         call = call_of({}, a, b)
-
-        def record(*tensors):
-            if top_hooks(False) is not None:
-                return with_grad(None, launch, tensors, call)
-            return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
-
-        return record
+        return lambda *tensors: record(None, launch, tensors, call)
 
     def kernel(keyset, *tensors, **options):
         try:
@@ -200,9 +199,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
                 _refuse_tangents(name, *tensors)
             if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
                 call = call_of(options, tensors[0], tensors[1])
-                if launch is None or top_hooks(False) is not None:
-                    return with_grad(keyset, launch, tensors, call)
-                return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
+                return record(keyset, launch, tensors, call)
             if launch is not None:
                 return launch(*tensors, **options)
             return _redispatch(op, keyset, tensors, options)

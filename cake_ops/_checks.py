@@ -200,7 +200,9 @@ def check_no_overlap(op: str, out: Tensor, **inputs: Tensor) -> None:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    if t.numel() == 0:
-        return 0, 0
-    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+    return (t.data_ptr(), t.data_ptr() + span(t) * t.element_size()) if t.numel() else (0, 0)
+
+
+def span(t: Tensor) -> int:
+    """How many elements lie between the first and the last of a tensor that has some, with both."""
+    return sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1

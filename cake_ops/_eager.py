@@ -183,18 +183,21 @@ def _known(
         how = Direct(0, sys.maxsize, partial(op.launch[plain], **options))
     if how is None:
         how, records = Direct(0, sys.maxsize, overload), False
-    sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
-    sizes[0][0] = None
-    if b_has_rows:
-        sizes[1][0] = None
-    guards = TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=sizes,
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
-    )
+    has_rows = (True, b_has_rows, *(False for _ in tensors[2:]))
     requires_grad = tensors[0].requires_grad or tensors[1].requires_grad
     record = op.recorded(how.launch, *tensors[:2]) if records and requires_grad else None
-    return _Known(how.first, how.last, guards.check, how.launch, record)
+    return _Known(how.first, how.last, recogniser(tensors, has_rows), how.launch, record)
+
+
+def recogniser(tensors: tuple[Tensor, ...], has_rows: tuple[bool, ...]) -> Callable[..., bool]:
+    """What tells whether other tensors are like these, in this thread. The first size of those that have rows may
+    differ; whether all have as many is not asked. One that comes twice is never recognised."""
+    sizes = [
+        [None, *t.shape[1:]] if has else list(t.shape)
+        for t, has in zip(tensors, has_rows, strict=True)
+    ]
+    strides = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def _keys(op: Op, tensors: tuple[Tensor, ...]) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
-from ._eager import TensorGuards
+from ._checks import span
+from ._eager import TensorGuards, recogniser
 from ._explanation import Explanation
 from ._library import OPS
 from ._log import LOGGER, log_torch
@@ -121,7 +122,7 @@ class _CheckedCalls:
     def hold(self, out: Tensor, *inputs: Tensor) -> bool:
         """Whether a call like this one passed the checks, and ``out`` shares no memory with an input."""
         tensors = out, *inputs
-        for check, (span, *spans) in self._known:
+        for check, (own, *others) in self._known:
             if not check(*tensors):
                 continue
             sizes = [tensors[i].shape[0] for i in self._with_rows] or [1]
@@ -129,8 +130,8 @@ class _CheckedCalls:
             if rows == 0 or any(size != rows for size in sizes):
                 return False
             first = out.data_ptr()
-            last = first + span[0] + rows * span[1]
-            for t, (fixed, row) in zip(inputs, spans, strict=True):
+            last = first + own[0] + rows * own[1]
+            for t, (fixed, row) in zip(inputs, others, strict=True):
                 begin = t.data_ptr()
                 if begin < last and first < begin + fixed + rows * row:
                     return False
@@ -142,16 +143,9 @@ class _CheckedCalls:
         twice = len(set(map(id, tensors))) < len(tensors)
         if TensorGuards is None or twice or any(0 in t.shape for t in tensors):
             return
-        sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
-        spans = []
-        for t, size, has_rows in zip(tensors, sizes, self._has_rows, strict=True):
-            inner = 1 + sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True))
-            row, width = t.stride(0), t.element_size()
-            if has_rows:
-                size[0] = None
-                spans.append(((inner - row) * width, row * width))
-            else:
-                spans.append(((inner + (t.shape[0] - 1) * row) * width, 0))
-        strides = [list(t.stride()) for t in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._known = ((guards.check, spans), *self._known[: self.MAX - 1])
+        spans = []  # in bytes: what all calls have, and what each row adds
+        for t, has_rows in zip(tensors, self._has_rows, strict=True):
+            row = t.stride(0) * t.element_size() if has_rows else 0
+            spans.append((span(t) * t.element_size() - t.shape[0] * row, row))
+        check = recogniser(tensors, self._has_rows)
+        self._known = ((check, spans), *self._known[: self.MAX - 1])

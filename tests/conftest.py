@@ -17,9 +17,8 @@ from cake_ops.cuda import launch
 from cake_ops.cuda.router_config import LAYOUTS, RouterConfig
 from cake_ops.cuda.routes import RouteCache
 
-pytest.register_assert_rewrite(
-    "forms", "emulator", "gpu", "known_calls", "ranks"
-)  # before their first import
+# Before their first import.
+pytest.register_assert_rewrite("forms", "emulator", "gpu", "known_calls", "ranks")
 from forms import Place
 from known_calls import Watch, watcher
 

@@ -22,6 +22,13 @@ BF16, INT32 = torch.bfloat16, torch.int32
 E, M, N, K = 3, 10, 40, 24  # of good_arguments
 
 
+class Pass(TorchDispatchMode):
+    """Lets every call pass."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 class Place(NamedTuple):
     """Where a GEMM runs and on what: the CPU takes four dtypes, the GPU BF16."""
 

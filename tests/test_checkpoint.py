@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, OPERATORS, SmallProblem, problem
+from forms import Pass
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -29,11 +29,6 @@ from torch.utils.checkpoint import (
 
 import cake_ops
 from cake_ops.testing import count_launches
-
-
-class Pass(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(params=[contextlib.nullcontext, Pass], ids=["bare", "mode"])

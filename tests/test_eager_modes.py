@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from forms import Pass
 from known_calls import operands
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,11 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cake_ops
 from cake_ops import _eager
 from cake_ops._library import OPS
-
-
-class _DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -39,7 +35,7 @@ def _profiled() -> Iterator[None]:
 @pytest.mark.parametrize(
     "context",
     [
-        _DispatchMode,
+        Pass,
         _FunctionMode,
         lambda: torch.device("cpu"),  # a function mode too
         lambda: FakeTensorMode(allow_non_fake_inputs=True),

@@ -58,8 +58,8 @@ def test_out_that_overlaps_an_input_is_refused(device: torch.device, name: str, 
 FORMS = [name for name, op in OPS.items() if op.mutates]
 
 
-def call_of(form: str, rows: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs with so many rows, and an ``out``, of a call of ``form``."""
+def call_of(form: str, rows: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Inputs with so many rows, an ``out``, and what it is to become, of a call of ``form``."""
     inputs = random_arguments(form)
     if not form.startswith("batched"):
         inputs = {
@@ -67,7 +67,9 @@ def call_of(form: str, rows: int) -> tuple[dict[str, Tensor], Tensor]:
             for arg, t in inputs.items()
         }
     plain = form.removesuffix("_out").removesuffix("_")
-    return inputs, getattr(torch.ops.cake, plain)(**inputs).normal_()
+    out = getattr(torch.ops.cake, plain)(**inputs).normal_()
+    expected = reference.PRODUCTS[plain](*inputs.values())
+    return inputs, out, expected + out if form.endswith("_") else expected
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -86,15 +88,11 @@ def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch) -> None:
     """Whatever its rows, except where they are none; its results are those of any call."""
     call = getattr(torch.ops.cake, form)
-    inputs, out = call_of(form, 9)
+    inputs, out, _ = call_of(form, 9)
     call(**inputs, out=out)
     checked = count_checks(monkeypatch)
     for rows in (9, 12, 30, 9):
-        inputs, out = call_of(form, rows)
-        plain = form.removesuffix("_out").removesuffix("_")
-        expected = reference.PRODUCTS[plain](*inputs.values())
-        if form.endswith("_"):
-            expected = expected + out.double()
+        inputs, out, expected = call_of(form, rows)
         call(**inputs, out=out)
         assert_close(out, expected)
     assert checked == []
@@ -104,9 +102,8 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch) -> N
 def test_a_known_call_is_refused_as_any(form: str) -> None:
     """One size of ``out`` or of an operand is wrong, or memory is shared with an input, at its first byte or last."""
     call = getattr(torch.ops.cake, form)
-    rows = 9
     for _ in range(2):
-        inputs, out = call_of(form, rows)
+        inputs, out, _ = call_of(form, 9)
         call(**inputs, out=out)
     wrong = [(dict(inputs), out.new_zeros(out.shape[0] + 1, *out.shape[1:]))]
     wrong += [(inputs | {arg: t[:-1]}, out) for arg, t in inputs.items()]

@@ -11,12 +11,11 @@ import expecttest
 import pytest
 import torch
 from families import FAMILIES, OPERATORS, problem
-from forms import NAN, same_bits
+from forms import NAN, Pass, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -175,11 +174,6 @@ def keyset_probe() -> tuple[Callable[[Tensor], Tensor], list[int], torch.library
 
 class Named(Tensor):
     """A ``__torch_function__`` subclass with torch's default behaviour."""
-
-
-class Pass(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

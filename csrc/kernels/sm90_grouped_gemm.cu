@@ -20,7 +20,8 @@
 // bounds).
 //
 // Shared memory: A[kStages][kTileM x 64], B[kStages][kTileN x 64], a slab for each math warp,
-// barriers.
+// barriers. Three stages instead of four are 1 % slower (E = 8, 16,384 rows each, N = 4096, K =
+// 6144, forward and data gradient, H200).
 //
 // Launch: kThreads = 384 threads, grid = a multiple of kClusterM (cluster dimensions are compiled
 // in), dynamic shared memory as `smem_bytes` in cake_ops/cuda/grouped_config.py. Parameters, in

@@ -105,9 +105,7 @@ struct RaggedKTile {
   }
 };
 
-// The producer warp: all loads of one tile. All lanes walk the stages and one issues. So ptxas
-// keeps addresses and coordinates in uniform registers, as the copies want them: some 45
-// instructions a k-block. In one thread's loop each copy became a loop of its own, and it was 150.
+// The producer warp: all loads of one tile, one lane issuing as in sm90_grouped_gemm.cu.
 template <class Config>
 __device__ __forceinline__ void load_tile(const RaggedKTile<Config>& tile, const TensorMap& map_g,
                                           const TensorMap& map_x,

@@ -158,7 +158,7 @@ __device__ __forceinline__ void router_gemm(const TensorMap& map_a, const Tensor
   const u32 smem = ptx::shared_address(shared);
   const RouterBarriers<Config> barriers{smem + Config::kBarriers};
 
-  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // uniform, and the compiler knows
+  const int warp = uniform(threadIdx.x / 32);
   const int lane = lane_id();
 
   // The first loads are under way before anything else is: 0.1 to 0.2 us less a launch (H200).

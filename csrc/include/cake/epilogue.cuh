@@ -113,6 +113,7 @@ __device__ __forceinline__ void write_slice(const float (&acc)[kColumns / 2], u3
 template <int kColumns, int kSlice = 0, class Emit>
 __device__ __forceinline__ void store_slices(const float (&acc)[kColumns / 2], u32 staging,
                                              int barrier, int thread, const Emit& emit) {
+  static_assert(kColumns % 64 == 0, "every round fills both buffers");
   if constexpr (kSlice < kColumns / 32) {
     if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
     ptx::bar_sync(barrier, kWarpgroup);

@@ -217,19 +217,30 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
     const int row = warpgroup % Config::kWarpgroupsM * kAtomM;
     const int column = warpgroup / Config::kWarpgroupsM * Config::kAtomN;
     DeferredTile<Config::kAtomN> deferred(slabs + warpgroup * 4 * kSlabBytes, thread);
-    for (int t = first_tile; tile.find(scheduler, t, cta_rank, k_blocks); t += num_clusters) {
-      const int rows = min(tile.rows - row, kAtomM);
+    int t = first_tile;
+    bool more = tile.find(scheduler, t, cta_rank, k_blocks);
+    const auto look_ahead = [&] {  // some 300 instructions: the next tile, and whether there is one
+      t += num_clusters;
+      more = tile.find(scheduler, t, cta_rank, k_blocks);
+    };
+    while (more) {
+      const int rows = min(tile.rows - row, kAtomM), tile_k_blocks = tile.k_blocks;
       if (rows <= 0) {
-        skip_mainloop(pipeline, state, tile.k_blocks, lane_id());
+        skip_mainloop(pipeline, state, tile_k_blocks, lane_id());
+        look_ahead();
         continue;
       }
-      float acc[Config::kAtomN / 2];
-      mainloop<Major::K, Config::kMajorB, Config::kBytesA, Config::kBytesB, Config::kAtomN>(
-          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, tile.k_blocks, lane_id(),
-          [&](int k_block) { deferred.store(k_block); });
-      deferred.store_from(tile.k_blocks);
       const int first_column = tile.column + column;
-      deferred.pack(acc, d + (tile.row + row) * ldd + first_column, ldd, rows, N - first_column);
+      bf16* first = d + (tile.row + row) * ldd + first_column;
+      float acc[Config::kAtomN / 2];
+      const int last = start_products<Major::K, Config::kMajorB, Config::kBytesA, Config::kBytesB,
+                                      Config::kAtomN>(
+          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, tile_k_blocks, lane_id(),
+          [&](int k_block) { deferred.store(k_block); });
+      look_ahead();
+      finish_products(pipeline, last, lane_id());
+      deferred.store_from(tile_k_blocks);
+      deferred.pack(acc, first, ldd, rows, N - first_column);
     }
     deferred.store_from(0);
   }

@@ -205,34 +205,40 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
     const int thread = threadIdx.x % kWarpgroup;
     const u32 staging = smem_g + kStagingOffset + warpgroup * Config::kStagingBytes;
     DeferredTile<Config::kAtomN> deferred(staging, thread);
-    for (int round = 0; next_tile(round); ++round) {
-      if (Config::kAccumulate && tile.k_blocks == 0) continue;
+    int round = 0;
+    bool more = next_tile(round);
+    while (more) {
       const int row = tile.row + warpgroup * kAtomM;
       const int rows = tile.rows - warpgroup * kAtomM;
-      if (rows <= 0) {
-        skip_mainloop(pipeline, state, tile.k_blocks, lane_id());
+      const int group = tile.group, first_column = tile.column, k_blocks = tile.k_blocks;
+      if (rows <= 0 || (Config::kAccumulate && k_blocks == 0)) {
+        skip_mainloop(pipeline, state, k_blocks, lane_id());
+        more = next_tile(++round);
         continue;
       }
       float acc[Config::kAtomN / 2];
-      mainloop<Major::MN, Major::MN, Config::kBytesA, Config::kBytesB, Config::kAtomN>(
-          acc, pipeline, state, smem_g + warpgroup * kBoxBytes, smem_x, tile.k_blocks, lane_id(),
-          [&](int k_block) { deferred.store(k_block); });
+      const int last =
+          start_products<Major::MN, Major::MN, Config::kBytesA, Config::kBytesB, Config::kAtomN>(
+              acc, pipeline, state, smem_g + warpgroup * kBoxBytes, smem_x, k_blocks, lane_id(),
+              [&](int k_block) { deferred.store(k_block); });
+      more = next_tile(++round);  // while the last products run
+      finish_products(pipeline, last, lane_id());
       if constexpr (Config::kDeferred) {
-        Element* first = out + tile.group * outer + row * ldo + tile.column;
-        deferred.store_from(tile.k_blocks);
+        Element* first = out + group * outer + row * ldo + first_column;
+        deferred.store_from(k_blocks);
         if constexpr (Config::kAccumulate) {
-          add_bf16<Config::kAtomN>(acc, first, ldo, rows, K - tile.column, thread);
+          add_bf16<Config::kAtomN>(acc, first, ldo, rows, K - first_column, thread);
         }
-        deferred.pack(acc, first, ldo, rows, K - tile.column);
+        deferred.pack(acc, first, ldo, rows, K - first_column);
       } else {
         store_slices<Config::kAtomN>(
             acc, staging, 1 + warpgroup, thread, [&](int offset, u32 buffer) {
-              const int column = tile.column + offset;
+              const int column = first_column + offset;
               if (column >= K) return;
               if constexpr (Config::kAccumulate) {
-                ptx::cp_reduce_async_bulk_tensor_3d_add(map_out, buffer, column, row, tile.group);
+                ptx::cp_reduce_async_bulk_tensor_3d_add(map_out, buffer, column, row, group);
               } else {
-                ptx::cp_async_bulk_tensor_3d_store(map_out, buffer, column, row, tile.group);
+                ptx::cp_async_bulk_tensor_3d_store(map_out, buffer, column, row, group);
               }
             });
       }

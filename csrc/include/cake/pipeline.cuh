@@ -99,38 +99,49 @@ struct Pipeline {
 // without any. `tile_a`, `tile_b` are this warpgroup's parts of stage 0; a stage holds kBytesA of A
 // and kBytesB of B. One k-block stays in flight: a stage is released when the products after it
 // have been issued and its own have completed. overlap(k_block) is called while the products of
-// k_block run. The accumulators start as zeros rather than with an
-// overwriting first product: ptxas keeps what that product would overwrite alive from tile to tile
-// (184 bytes of stack), or, with the first k-block peeled, serialises the products (C7518).
+// k_block run, and those of the last one run on: returns its stage, or -1, for finish_products. The
+// accumulators start as zeros rather than with an overwriting first product: ptxas keeps what that
+// product would overwrite alive from tile to tile (184 bytes of stack), or, with the first k-block
+// peeled, serialises the products (C7518).
 template <Major kMajorA, Major kMajorB, int kBytesA, int kBytesB, int kN, class Pipeline,
           class Overlap>
-__device__ __forceinline__ void mainloop(float (&acc)[kN / 2], const Pipeline& pipeline,
-                                         typename Pipeline::State& state, u32 tile_a, u32 tile_b,
-                                         int k_blocks, int lane, const Overlap& overlap) {
-  const u64 base_a = make_descriptor(tile_a);
-  const u64 base_b = make_descriptor(tile_b);
+__device__ __forceinline__ int start_products(float (&acc)[kN / 2], const Pipeline& pipeline,
+                                              typename Pipeline::State& state, u32 tile_a,
+                                              u32 tile_b, int k_blocks, int lane,
+                                              const Overlap& overlap) {
+  // Only the low halves of descriptors vary.
+  constexpr u32 kHigh = make_descriptor(0) >> 32;
+  const u32 first_a = make_descriptor(tile_a), first_b = make_descriptor(tile_b);
+  u32 low_a = first_a + state.stage * (kBytesA >> 4),
+      low_b = first_b + state.stage * (kBytesB >> 4);
 #pragma unroll
   for (float& value : acc) value = 0.0f;
-  int previous = 0;
+  int last = -1;
   for (int k_block = 0; k_block < k_blocks; ++k_block) {
     pipeline.consumer_wait(state);
-    const u64 desc_a = base_a + static_cast<u64>(state.stage * (kBytesA >> 4));
-    const u64 desc_b = base_b + static_cast<u64>(state.stage * (kBytesB >> 4));
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSwizzleElements / kAtomK; ++k) {
-      Wgmma<kN, kMajorA, kMajorB>::mma_async(acc, desc_a + k * kDescriptorStepK<kMajorA>,
-                                             desc_b + k * kDescriptorStepK<kMajorB>);
+      Wgmma<kN, kMajorA, kMajorB>::mma_async(
+          acc, ptx::pack_u64(low_a + k * kDescriptorStepK<kMajorA>, kHigh),
+          ptx::pack_u64(low_b + k * kDescriptorStepK<kMajorB>, kHigh));
     }
     ptx::wgmma_commit_group();
     overlap(k_block);
     ptx::wgmma_wait_group<1>();  // <0>: -0.7 to +0.2 % (nt, nn)
-    if (k_block > 0) pipeline.consumer_release(previous, lane);
-    previous = state.stage;
+    if (k_block > 0) pipeline.consumer_release(last, lane);
+    last = state.stage;
     state.advance();
+    low_a = state.stage == 0 ? first_a : low_a + (kBytesA >> 4);
+    low_b = state.stage == 0 ? first_b : low_b + (kBytesB >> 4);
   }
+  return last;
+}
+
+template <class Pipeline>
+__device__ __forceinline__ void finish_products(const Pipeline& pipeline, int last, int lane) {
   ptx::wgmma_wait_group<0>();
-  if (k_blocks > 0) pipeline.consumer_release(previous, lane);
+  if (last >= 0) pipeline.consumer_release(last, lane);
 }
 
 // A warpgroup with no valid rows follows the stages without multiplying: the barriers count every

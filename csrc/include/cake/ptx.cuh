@@ -15,6 +15,12 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 // ---- warps, warpgroups, clusters ----
 
+__device__ __forceinline__ u64 pack_u64(u32 low, u32 high) {
+  u64 value;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(value) : "r"(low), "r"(high));
+  return value;
+}
+
 // True in one lane of a warp whose lanes are all here.
 __device__ __forceinline__ bool elect_sync() {
   u32 elected;

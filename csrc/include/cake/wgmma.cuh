@@ -19,7 +19,7 @@ constexpr int kBoxBytes = 64 * 128;   // 64 box rows of 128 bytes
 // Shared-memory matrix descriptor (PTX ISA, "Matrix descriptor format"), all offsets in 16-byte
 // units: start address, leading byte offset (MN-major: distance of 64-column boxes; unused for
 // K-major), stride byte offset (distance of 8-row patterns), and layout 1 = 128-byte swizzle.
-__device__ __forceinline__ u64 make_descriptor(u32 tile) {
+__device__ __forceinline__ constexpr u64 make_descriptor(u32 tile) {
   constexpr u64 kLeading = kBoxBytes >> 4;
   constexpr u64 kStride = 1024 >> 4;
   return (u64{1} << 62) | (kStride << 32) | (kLeading << 16) | ((tile & 0x3ffff) >> 4);
@@ -27,7 +27,7 @@ __device__ __forceinline__ u64 make_descriptor(u32 tile) {
 
 // What a descriptor grows by per 16 contraction steps: 32 bytes along a row, or 16 rows.
 template <Major kMajor>
-constexpr u64 kDescriptorStepK = (kMajor == Major::K ? 32 : 16 * 128) >> 4;
+constexpr u32 kDescriptorStepK = (kMajor == Major::K ? 32 : 16 * 128) >> 4;
 
 // d[64, N] += A[64, 16] B[16, N]. Thread t of the warpgroup holds, for each 8-column block j,
 // d[4j + 0, 4j + 1] = row 16 * (t / 32) + t % 32 / 4, columns 8j + 2 * (t % 4) + {0, 1}, and

@@ -197,10 +197,11 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
     pipeline.init();
     ptx::fence_mbarrier_init_release_cluster();
   }
-  cluster_sync<Config::kClusterM>();
+  cluster_arrive<Config::kClusterM>();
   ptx::griddepcontrol_wait();
-
   typename RaggedMTile<Config>::Scheduler scheduler(offs, E, M, ceil_div(N, Config::kTileN));
+  cluster_wait<Config::kClusterM>();  // the first offsets are under way
+
   RaggedMTile<Config> tile;
   if (warp >= Config::kMathWarps) {
     ptx::setmaxnreg_dec<40>();

@@ -180,9 +180,10 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
     pipeline.init();
     ptx::fence_mbarrier_init_release_cluster();
   }
-  cluster_sync<Config::kClusterM>();
+  cluster_arrive<Config::kClusterM>();
   ptx::griddepcontrol_wait();
   order.build(offs, E, M, Config::kTileK);
+  cluster_wait<Config::kClusterM>();
 
   typename RaggedKTile<Config>::Scheduler scheduler(order, offs, E, M,
                                                     ceil_div(N, Config::kTileM * Config::kClusterM),

@@ -13,15 +13,25 @@
 
 namespace cake {
 
-// All threads of the cluster.
+// All threads of the cluster: they have arrived, and may do other things before they wait.
+template <int kClusterSize>
+__device__ __forceinline__ void cluster_arrive() {
+  if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive();
+}
+
+template <int kClusterSize>
+__device__ __forceinline__ void cluster_wait() {
+  if constexpr (kClusterSize > 1) {
+    ptx::barrier_cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_sync() {
-  if constexpr (kClusterSize == 1) {
-    __syncthreads();
-  } else {
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
-  }
+  cluster_arrive<kClusterSize>();
+  cluster_wait<kClusterSize>();
 }
 
 // Until the phase of `parity` of a barrier has completed.

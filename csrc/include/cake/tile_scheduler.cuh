@@ -16,7 +16,7 @@
 namespace cake {
 
 // 32 consecutive groups, one a lane. Group E is [last end, M), the rows past every group, and
-// groups after it are empty.
+// groups after it are empty. The offsets of the next window are always under way.
 struct GroupWindow {
   const int* offs;
   int num_groups;
@@ -25,16 +25,20 @@ struct GroupWindow {
   int begin = 0;    // rows of this lane's group
   int end = 0;
   int last_end = 0;  // end of lane 31's group
+  int upcoming;      // offset of this lane's group in the next window
 
   __device__ __forceinline__ GroupWindow(const int* offs, int num_groups, int num_rows)
-      : offs(offs), num_groups(num_groups), num_rows(num_rows) {}
+      : offs(offs), num_groups(num_groups), num_rows(num_rows), upcoming(offset(lane_id())) {}
+
+  __device__ __forceinline__ int offset(int group) const {
+    return group < num_groups ? offs[group] : num_rows;
+  }
 
   __device__ __forceinline__ void advance() {
     const int lane = lane_id();
     first += 32;
-    const int group = first + lane;
-    const int offset = group < num_groups ? offs[group] : num_rows;
-    end = max(last_end, min(offset, num_rows));
+    end = max(last_end, min(upcoming, num_rows));
+    upcoming = offset(first + 32 + lane);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       end = max(end, __shfl_up_sync(kAllLanes, end, distance));
@@ -44,6 +48,11 @@ struct GroupWindow {
     last_end = __shfl_sync(kAllLanes, end, 31);
   }
 };
+
+// Of numbers that are not negative: fewer instructions than a signed division.
+__device__ __forceinline__ int divide(int dividend, int divisor) {
+  return static_cast<int>(static_cast<u32>(dividend) / static_cast<u32>(divisor));
+}
 
 struct Block {
   int m;
@@ -57,10 +66,10 @@ struct Block {
 // without, in a 65536 x 6144 x 4096 forward.)
 template <int kSuperRows>
 __device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
-  const int super = tile / (kSuperRows * n_blocks);
+  const int super = divide(tile, kSuperRows * n_blocks);
   const int rest = tile - super * kSuperRows * n_blocks;
   const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
-  const int column = rest / rows;
+  const int column = rows == kSuperRows ? divide(rest, kSuperRows) : divide(rest, rows);
   return {super * kSuperRows + rest - column * rows,
           super % 2 == 0 ? column : n_blocks - 1 - column};
 }
@@ -102,20 +111,20 @@ struct RaggedMScheduler {
     // As `raster`; in the last super-block every second column is followed by the pair's tile.
     const int m_blocks = full_blocks(length);
     const bool pairs = has_pairs(length);
-    const int super = tile / (kSuperRows * n_blocks);
+    const int super = divide(tile, kSuperRows * n_blocks);
     const int rest = tile - super * kSuperRows * n_blocks;
     const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
     const bool last = (super + 1) * kSuperRows > m_blocks;
     int column, m_block;
     if (pairs && last) {
-      const int pair = rest / (2 * rows + 1);
+      const int pair = divide(rest, 2 * rows + 1);
       const int in_pair = rest - pair * (2 * rows + 1);
       side_by_side = in_pair == min(2, n_blocks - 2 * pair) * rows;
       column = 2 * pair + (!side_by_side && in_pair >= rows);
       m_block = side_by_side ? m_blocks : super * kSuperRows + in_pair - (column - 2 * pair) * rows;
     } else {
       side_by_side = false;
-      column = rest / rows;
+      column = rows == kSuperRows ? divide(rest, kSuperRows) : divide(rest, rows);
       m_block = super * kSuperRows + rest - column * rows;
     }
     row = begin + m_block * kRows;
@@ -218,7 +227,7 @@ struct RaggedKScheduler {
   // Rows [row, row_end) of `group` are the contraction of tile number `tile`. False: there is none.
   __device__ __forceinline__ bool find(int tile, int& group, int& row, int& row_end, Block& block) {
     const int tiles = m_blocks * n_blocks;
-    const int rank = tile / tiles;
+    const int rank = divide(tile, tiles);
     if (rank >= window.num_groups) return false;
     if (window.num_groups <= GroupOrder::kSorted) {
       group = order.order[rank];

@@ -109,9 +109,7 @@ struct RaggedMTile {
   }
 };
 
-// The producer warp: all loads of one tile. All lanes walk the stages and one issues. So ptxas
-// keeps addresses and coordinates in uniform registers, as the copies want them: some 45
-// instructions a k-block. In one thread's loop each copy became a loop of its own, and it was 150.
+// The producer warp: all loads of one tile.
 template <class Config, bool kMulticast>
 __device__ __forceinline__ void load_k_blocks(const RaggedMTile<Config>& tile,
                                               const TensorMap& map_a, const TensorMap& map_b,
@@ -125,40 +123,33 @@ __device__ __forceinline__ void load_k_blocks(const RaggedMTile<Config>& tile,
   const int group = uniform(tile.group), row = uniform(tile.row), rows = uniform(tile.rows);
   const int first_n = kMulticast ? cta_rank * kSliceN : 0;
   const int column = uniform(tile.column) + first_n;
-  const int k_blocks = uniform(tile.k_blocks);
   const bool loads_b = kMulticast || rows > 0;
   const u32 bytes =
       ceil_div(max(rows, 0), kAtomM) * kBoxBytes + (loads_b ? Config::kTileN * 128 : 0);
   smem_b += first_n * 128;
-  for (int k_block = 0; k_block < k_blocks; ++k_block) {
-    const int k = k_block * Config::kTileK;
-    const u32 full = pipeline.full(state.stage);
-    const u32 stage_a = smem_a + state.stage * Config::kBytesA;
-    const u32 stage_b = smem_b + state.stage * Config::kBytesB;
-    pipeline.producer_wait(state);
-    if (ptx::elect_sync()) {
-      ptx::mbarrier_arrive_expect_tx(full, bytes);
-      if (loads_b) {
+  produce_k_blocks(
+      pipeline, state, uniform(tile.k_blocks), bytes, [&](int k_block, int stage, u32 full) {
+        const int k = k_block * Config::kTileK;
+        const u32 stage_a = smem_a + stage * Config::kBytesA;
+        const u32 stage_b = smem_b + stage * Config::kBytesB;
+        if (loads_b) {
 #pragma unroll
-        for (int n = 0; n < kSliceN; n += kBoxN) {
-          const bool k_major = Config::kMajorB == Major::K;
-          const int x = k_major ? k : column + n, y = k_major ? column + n : k;
-          if constexpr (kMulticast) {
-            ptx::cp_async_bulk_tensor_3d_multicast(stage_b + n * 128, map_b, full, kAllCtas, x, y,
-                                                   group);
-          } else {
-            ptx::cp_async_bulk_tensor_3d(stage_b + n * 128, map_b, full, x, y, group);
+          for (int n = 0; n < kSliceN; n += kBoxN) {
+            const bool k_major = Config::kMajorB == Major::K;
+            const int x = k_major ? k : column + n, y = k_major ? column + n : k;
+            if constexpr (kMulticast) {
+              ptx::cp_async_bulk_tensor_3d_multicast(stage_b + n * 128, map_b, full, kAllCtas, x, y,
+                                                     group);
+            } else {
+              ptx::cp_async_bulk_tensor_3d(stage_b + n * 128, map_b, full, x, y, group);
+            }
           }
         }
-      }
 #pragma unroll
-      for (int m = 0; m < Config::kTileM; m += kAtomM) {
-        if (m < rows) ptx::cp_async_bulk_tensor_2d(stage_a + m * 128, map_a, full, k, row + m);
-      }
-    }
-    __syncwarp();
-    state.advance();
-  }
+        for (int m = 0; m < Config::kTileM; m += kAtomM) {
+          if (m < rows) ptx::cp_async_bulk_tensor_2d(stage_a + m * 128, map_a, full, k, row + m);
+        }
+      });
 }
 
 template <class Config>

@@ -118,38 +118,31 @@ __device__ __forceinline__ void load_tile(const RaggedKTile<Config>& tile, const
   const int row = uniform(tile.row), rows = uniform(tile.rows);
   const int column = uniform(tile.column) + cta_rank * kSliceN;
   const int first_k = kRaggedRows - uniform(tile.length), end = uniform(tile.end);
-  const int k_blocks = uniform(tile.k_blocks);
   const u32 bytes = ceil_div(max(rows, 0), kAtomM) * kBoxBytes + Config::kBytesB;
   smem_x += cta_rank * kSliceN * 128;
-  for (int k_block = 0; k_block < k_blocks; ++k_block) {
-    const int k = first_k + k_block * Config::kTileK;
-    const u32 full = pipeline.full(state.stage);
-    const u32 stage_g = smem_g + state.stage * Config::kBytesA;
-    const u32 stage_x = smem_x + state.stage * Config::kBytesB;
-    pipeline.producer_wait(state);
-    if (ptx::elect_sync()) {
-      ptx::mbarrier_arrive_expect_tx(full, bytes);
+  produce_k_blocks(
+      pipeline, state, uniform(tile.k_blocks), bytes, [&](int k_block, int stage, u32 full) {
+        const int k = first_k + k_block * Config::kTileK;
+        const u32 stage_g = smem_g + stage * Config::kBytesA;
+        const u32 stage_x = smem_x + stage * Config::kBytesB;
 #pragma unroll
-      for (int n = 0; n < kSliceN; n += 64) {
-        if constexpr (Config::kClusterM == 1) {
-          ptx::cp_async_bulk_tensor_4d(stage_x + n * 128, map_x, full, column + n, k, end,
-                                       kRaggedRows);
-        } else {
-          ptx::cp_async_bulk_tensor_4d_multicast(stage_x + n * 128, map_x, full, kAllCtas,
-                                                 column + n, k, end, kRaggedRows);
+        for (int n = 0; n < kSliceN; n += 64) {
+          if constexpr (Config::kClusterM == 1) {
+            ptx::cp_async_bulk_tensor_4d(stage_x + n * 128, map_x, full, column + n, k, end,
+                                         kRaggedRows);
+          } else {
+            ptx::cp_async_bulk_tensor_4d_multicast(stage_x + n * 128, map_x, full, kAllCtas,
+                                                   column + n, k, end, kRaggedRows);
+          }
         }
-      }
 #pragma unroll
-      for (int m = 0; m < Config::kTileM; m += kAtomM) {
-        if (m < rows) {
-          ptx::cp_async_bulk_tensor_4d(stage_g + m * 128, map_g, full, row + m, k, end,
-                                       kRaggedRows);
+        for (int m = 0; m < Config::kTileM; m += kAtomM) {
+          if (m < rows) {
+            ptx::cp_async_bulk_tensor_4d(stage_g + m * 128, map_g, full, row + m, k, end,
+                                         kRaggedRows);
+          }
         }
-      }
-    }
-    __syncwarp();
-    state.advance();
-  }
+      });
 }
 
 template <class Config>

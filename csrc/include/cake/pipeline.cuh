@@ -105,6 +105,27 @@ struct Pipeline {
   }
 };
 
+// The producer warp: a tile's k-blocks. issue(k_block, stage, full) makes the loads into a stage,
+// in one lane, when the stage is free and `bytes` have been announced at its barrier `full`. All
+// lanes walk the stages, so that ptxas keeps addresses and coordinates in uniform registers, as the
+// copies want them: some 45 instructions a k-block. In one thread's loop each copy became a loop of
+// its own, and it was 150.
+template <class Pipeline, class Issue>
+__device__ __forceinline__ void produce_k_blocks(const Pipeline& pipeline,
+                                                 typename Pipeline::State& state, int k_blocks,
+                                                 u32 bytes, const Issue& issue) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    const u32 full = pipeline.full(state.stage);
+    pipeline.producer_wait(state);
+    if (ptx::elect_sync()) {
+      ptx::mbarrier_arrive_expect_tx(full, bytes);
+      issue(k_block, state.stage, full);
+    }
+    __syncwarp();
+    state.advance();
+  }
+}
+
 // acc[64, kN] = sum over `k_blocks` stages of A[64, 64] B[64, kN], one warpgroup; exact zeros
 // without any. `tile_a`, `tile_b` are this warpgroup's parts of stage 0; a stage holds kBytesA of A
 // and kBytesB of B. One k-block stays in flight: a stage is released when the products after it

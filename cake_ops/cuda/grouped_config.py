@@ -34,7 +34,7 @@ RAGGED_ELEMENTS = 1 << 34
 
 _SLABS_BYTES = 8 * 2048  # of the eight math warps, through which they store bf16 results
 _STAGING_BYTES = 2 * 2 * 8192  # of the two math warpgroups, through which FP32 results go
-_GROUP_ORDER_BYTES = 256 * (4 + 2)  # tn: ends and order of up to 256 groups
+_GROUP_ORDER_BYTES = 256 * (4 + 4 + 2)  # tn: keys, ends and order of up to 256 groups
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
         load_tile<Config>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
       }
       ptx::griddepcontrol_launch_dependents();
+      pipeline.producer_drain(state);
     }
   } else {
     ptx::setmaxnreg_inc<232>();
@@ -236,8 +237,6 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
     }
     deferred.store_from(0);
   }
-  // A CTA's barriers and stages must outlive the arrivals and multicasts of its peers.
-  cluster_sync<Config::kClusterM>();
 }
 
 }  // namespace cake

@@ -192,6 +192,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
         load_tile<Config>(tile, map_g, map_x, pipeline, state, smem_g, smem_x, cta_rank);
       }
       ptx::griddepcontrol_launch_dependents();
+      pipeline.producer_drain(state);
     }
   } else {
     ptx::setmaxnreg_inc<232>();
@@ -238,10 +239,8 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
       }
     }
     deferred.store_from(0);
-    if (thread == 0) ptx::cp_async_bulk_wait_group<0>();
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
   }
-  // A CTA's barriers and stages must outlive the arrivals and multicasts of its peers.
-  cluster_sync<Config::kClusterM>();
 }
 
 }  // namespace cake

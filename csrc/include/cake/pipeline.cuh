@@ -13,10 +13,12 @@
 
 namespace cake {
 
-// All threads of the cluster: they have arrived, and may do other things before they wait.
+// All threads of the cluster, behind the fence of those that made the barriers: they have arrived,
+// and may do other things before they wait. It orders no other writes: a releasing arrival is a
+// MEMBAR.ALL.GPU in each warp.
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_arrive() {
-  if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive();
+  if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
 }
 
 template <int kClusterSize>
@@ -26,12 +28,6 @@ __device__ __forceinline__ void cluster_wait() {
   } else {
     __syncthreads();
   }
-}
-
-template <int kClusterSize>
-__device__ __forceinline__ void cluster_sync() {
-  cluster_arrive<kClusterSize>();
-  cluster_wait<kClusterSize>();
 }
 
 // Until the phase of `parity` of a barrier has completed.
@@ -89,6 +85,17 @@ struct Pipeline {
   // the phase before its first, hence the inverted parity.
   __device__ __forceinline__ void producer_wait(const State& state) const {
     wait(empty(state.stage), state.phase ^ 1);
+  }
+
+  // Producer, when it has no more to load: wait until every stage is free everywhere. Then no
+  // arrival or multicast of a peer is still on its way to this CTA, which may exit. A cluster
+  // barrier of all threads would wait for their stores to global memory as well, some 2000 clocks
+  // (H200).
+  __device__ __forceinline__ void producer_drain(State state) const {
+    for (int i = 0; i < kStages; ++i) {
+      producer_wait(state);
+      state.advance();
+    }
   }
 
   __device__ __forceinline__ void consumer_wait(const State& state) const {

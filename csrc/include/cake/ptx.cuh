@@ -56,10 +56,6 @@ __device__ __forceinline__ u32 cluster_ctarank() {
   return rank;
 }
 
-__device__ __forceinline__ void barrier_cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
 // Orders no writes: for a barrier that only keeps shared memory alive, or behind a fence.
 __device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -167,10 +167,11 @@ struct RaggedMScheduler {
 // order.
 struct GroupOrder {
   static constexpr int kSorted = 256;
-  static constexpr int kBytes = kSorted * (4 + 2);
+  static constexpr int kBytes = kSorted * (4 + 4 + 2);
 
-  int ends[kSorted];   // end of group e
-  u16 order[kSorted];  // group of rank r
+  alignas(16) u32 keys[kSorted];  // k-blocks of group e, and 255 - e: the greatest goes first
+  int ends[kSorted];              // end of group e
+  u16 order[kSorted];             // group of rank r
 
   // All threads of the CTA, before they part into roles; it synchronises them.
   __device__ __forceinline__ void build(const int* offs, int num_groups, int num_rows,
@@ -180,16 +181,20 @@ struct GroupOrder {
       GroupWindow window(offs, num_groups, num_rows);
       while (window.first + 32 < num_groups) {
         window.advance();
-        ends[window.first + lane_id()] = window.end;
+        const int group = window.first + lane_id();
+        const u32 k_blocks =
+            min(ceil_div(window.end - window.begin, rows_per_block), (1 << 24) - 1);
+        ends[group] = window.end;
+        keys[group] = group < num_groups ? k_blocks * kSorted + kSorted - 1 - group : 0;
       }
     }
     __syncthreads();
     for (int group = threadIdx.x; group < num_groups; group += blockDim.x) {
-      const int mine = k_blocks(group, rows_per_block);
+      const u32 mine = keys[group];
       int rank = 0;
-      for (int other = 0; other < num_groups; ++other) {
-        const int theirs = k_blocks(other, rows_per_block);
-        rank += theirs > mine || (theirs == mine && other < group);
+      for (int other = 0; other < num_groups; other += 4) {
+        const uint4 theirs = *reinterpret_cast<const uint4*>(keys + other);
+        rank += (theirs.x > mine) + (theirs.y > mine) + (theirs.z > mine) + (theirs.w > mine);
       }
       order[rank] = static_cast<u16>(group);
     }
@@ -197,11 +202,6 @@ struct GroupOrder {
   }
 
   __device__ __forceinline__ int begin(int group) const { return group == 0 ? 0 : ends[group - 1]; }
-
- private:
-  __device__ __forceinline__ int k_blocks(int group, int rows_per_block) const {
-    return ceil_div(ends[group] - begin(group), rows_per_block);
-  }
 };
 static_assert(sizeof(GroupOrder) == GroupOrder::kBytes, "the host adds this to the shared memory");
 

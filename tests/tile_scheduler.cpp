@@ -94,6 +94,7 @@ unsigned __ballot_sync(unsigned, bool vote) {
   for (int lane = 0; lane < kLanes; ++lane) bits |= unsigned(votes[lane]) << lane;
   return bits;
 }
+bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 void __syncthreads() { exchange(0); }
 size_t __cvta_generic_to_shared(const void* pointer) { return size_t(pointer); }

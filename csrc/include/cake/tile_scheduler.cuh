@@ -35,22 +35,31 @@ struct GroupWindow {
   }
 
   __device__ __forceinline__ void advance() {
-    const int lane = lane_id();
     first += 32;
     end = max(last_end, min(upcoming, num_rows));
-    upcoming = offset(first + 32 + lane);
+    upcoming = offset(first + 32 + lane_id());
+    begin = end_below();
+    if (__any_sync(kAllLanes, end < begin)) {  // offsets that decrease
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      end = max(end, __shfl_up_sync(kAllLanes, end, distance));
+      for (int distance = 1; distance < 32; distance *= 2) {
+        end = max(end, __shfl_up_sync(kAllLanes, end, distance));
+      }
+      begin = end_below();
     }
-    begin = __shfl_up_sync(kAllLanes, end, 1);
-    if (lane == 0) begin = last_end;
     last_end = __shfl_sync(kAllLanes, end, 31);
+  }
+
+ private:
+  __device__ __forceinline__ int end_below() const {
+    const int below = __shfl_up_sync(kAllLanes, end, 1);
+    return lane_id() == 0 ? last_end : below;
   }
 };
 
-// Of numbers that are not negative: fewer instructions than a signed division.
+// Of numbers that are not negative. Most divisors of a tile's number are powers of two, and another
+// division takes some 100 clocks, which the first tile of a launch waits for.
 __device__ __forceinline__ int divide(int dividend, int divisor) {
+  if ((divisor & (divisor - 1)) == 0) return dividend >> (__ffs(divisor) - 1);
   return static_cast<int>(static_cast<u32>(dividend) / static_cast<u32>(divisor));
 }
 
@@ -66,10 +75,10 @@ struct Block {
 // without, in a 65536 x 6144 x 4096 forward.)
 template <int kSuperRows>
 __device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
-  const int super = divide(tile, kSuperRows * n_blocks);
+  const int super = m_blocks >= kSuperRows ? divide(tile, kSuperRows * n_blocks) : 0;
   const int rest = tile - super * kSuperRows * n_blocks;
   const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
-  const int column = rows == kSuperRows ? divide(rest, kSuperRows) : divide(rest, rows);
+  const int column = divide(rest, rows);
   return {super * kSuperRows + rest - column * rows,
           super % 2 == 0 ? column : n_blocks - 1 - column};
 }
@@ -111,7 +120,7 @@ struct RaggedMScheduler {
     // As `raster`; in the last super-block every second column is followed by the pair's tile.
     const int m_blocks = full_blocks(length);
     const bool pairs = has_pairs(length);
-    const int super = divide(tile, kSuperRows * n_blocks);
+    const int super = m_blocks >= kSuperRows ? divide(tile, kSuperRows * n_blocks) : 0;
     const int rest = tile - super * kSuperRows * n_blocks;
     const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
     const bool last = (super + 1) * kSuperRows > m_blocks;
@@ -124,7 +133,7 @@ struct RaggedMScheduler {
       m_block = side_by_side ? m_blocks : super * kSuperRows + in_pair - (column - 2 * pair) * rows;
     } else {
       side_by_side = false;
-      column = rows == kSuperRows ? divide(rest, kSuperRows) : divide(rest, rows);
+      column = divide(rest, rows);
       m_block = super * kSuperRows + rest - column * rows;
     }
     row = begin + m_block * kRows;

@@ -155,6 +155,16 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             grad_b(call, g, a, *offs) if b_needs else None,
         )
 
+    # Of a call that was recognised: all is decided but whether there are hooks, and there are none.
+    def forward_known(ctx, how, a, b):
+        tensors, call, launch, saves_a, saves_b = how
+        if saves_a and saves_b:
+            ctx.to_save = tensors
+        else:
+            ctx.to_save = (a if saves_a else None, b if saves_b else None, *tensors[2:])
+        ctx.materialize_grads, ctx.call = False, call
+        return launch(*tensors)
+
     # A kernel differentiates at one level of the torch.func transforms and redispatches to the next. The
     # class is named after the operator in graphs, profiles and anomaly reports.
     node = type(
@@ -166,7 +176,9 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),
         },
     )
-    apply = node.apply
+    known = type(node.__name__, (_SingleLevelFunction,), {"forward": staticmethod(forward_known)})
+    known._backward_cls = node._backward_cls  # in a graph they are the same
+    apply, apply_known = node.apply, known.apply
 
     def with_grad(keyset, launch, tensors, call):
         pushed: list[bool] = []
@@ -189,8 +201,15 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
 
     def recorded(launch, a, b):
-        call = call_of({}, a, b)
-        return lambda *tensors: record(None, launch, tensors, call)
+        call, saves_a, saves_b = call_of({}, a, b), b.requires_grad, a.requires_grad
+
+        def record_known(*tensors):
+            if top_hooks(False) is not None:
+                return with_grad(None, launch, tensors, call)
+            how = tensors, call, launch, saves_a, saves_b
+            return apply_known(how, tensors[0], tensors[1])
+
+        return record_known
 
     def kernel(keyset, *tensors, **options):
         try:

@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 #include <tuple>
 #include <vector>
@@ -206,6 +208,34 @@ void check_ragged_k(const Problem& problem) {
           "a tile not made", problem);
 }
 
+// Up to 256 groups are taken by falling k-blocks, and in their own order where these are equal.
+void check_order(const Problem& problem) {
+  const int num_groups = problem.offs.size();
+  if (num_groups > cake::GroupOrder::kSorted) return;
+  static cake::GroupOrder order;
+  run_warp([&] { order.build(problem.offs.data(), num_groups, problem.num_rows, 64); });
+  std::vector<int> wanted(num_groups);
+  std::iota(wanted.begin(), wanted.end(), 0);
+  const auto k_blocks = [&](int group) {
+    return (problem.end[group] - problem.begin[group] + 63) / 64;
+  };
+  std::stable_sort(wanted.begin(), wanted.end(),
+                   [&](int a, int b) { return k_blocks(a) > k_blocks(b); });
+  for (int rank = 0; rank < num_groups; ++rank) {
+    require(order.order[rank] == wanted[rank], "another order", problem);
+  }
+}
+
+void find_ends(Problem& problem) {
+  int end = 0;
+  for (int offset : problem.offs) {
+    problem.begin.push_back(end);
+    problem.end.push_back(end = max(end, min(offset, problem.num_rows)));
+  }
+  problem.begin.push_back(end);
+  problem.end.push_back(problem.num_rows);
+}
+
 Problem random_problem(std::mt19937& random) {
   const auto uniform = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
@@ -224,19 +254,29 @@ Problem random_problem(std::mt19937& random) {
   problem.num_rows = rows + uniform(0, 1) * uniform(0, 700);
   if (uniform(0, 5) == 0) {
     for (int& offset : problem.offs) {
-      if (uniform(0, 2) == 0) offset = uniform(-1000, rows + 1000);
+      const int wrong[] = {uniform(-1000, rows + 1000), INT_MIN, INT_MAX};
+      if (uniform(0, 2) == 0) offset = wrong[uniform(0, 3) ? 0 : uniform(1, 2)];
     }
   }
   problem.m_blocks = uniform(1, 20);
   problem.n_blocks = uniform(1, num_groups > 100 ? 3 : 13);
   problem.num_clusters = uniform(0, 3) ? uniform(1, 9) : uniform(1, 66);
-  int end = 0;
-  for (int offset : problem.offs) {
-    problem.begin.push_back(end);
-    problem.end.push_back(end = max(end, min(offset, problem.num_rows)));
+  find_ends(problem);
+  return problem;
+}
+
+// As many rows as there can be, in up to 256 groups: tiles too many to make.
+Problem largest_problem(std::mt19937& random) {
+  const int counts[] = {1, 2, 255, 256};
+  Problem problem;
+  problem.num_rows = 1 << 30;
+  problem.offs.resize(counts[random() % 4]);
+  for (int& offset : problem.offs) {
+    const int ends[] = {0, 1 << 30, static_cast<int>(random() % (1 << 30))};
+    offset = ends[random() % 3];
   }
-  problem.begin.push_back(end);
-  problem.end.push_back(problem.num_rows);
+  if (random() % 2) std::sort(problem.offs.begin(), problem.offs.end());
+  find_ends(problem);
   return problem;
 }
 
@@ -254,6 +294,8 @@ int main(int, char** arguments) {
     check_ragged_m<128, 2, 3>(problem);
     check_ragged_k<8>(problem);
     check_ragged_k<16>(problem);
+    check_order(problem);
+    check_order(largest_problem(random));
   }
   printf("%d problems\n", problems);
 }

@@ -16,6 +16,7 @@ backward, ``torch.compile``, dispatch modes and checkpointing see them as they s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
         saved = tensors
         if not (a_needs and b_needs):
             saved = (a if b_needs else None, b if a_needs else None, *tensors[2:])
-        hooks = None if pushed is None else top_hooks(False)
+        hooks = top_hooks(False)
         if hooks is not None:
             pack, unpack = hooks
             packed = [_pack(pack, t) for t in saved if t is not None]  # may stop a recomputation
@@ -155,13 +156,13 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             grad_b(call, g, a, *offs) if b_needs else None,
         )
 
-    # Of a call that was recognised: all is decided but whether there are hooks, and there are none.
-    def forward_known(ctx, how, a, b):
-        tensors, call, launch, saves_a, saves_b = how
-        if saves_a and saves_b:
+    # The plain order: no hooks, and the launch is known, options included.
+    def forward_plain(ctx, how, a, b):
+        tensors, call, launch, a_needs, b_needs = how
+        if a_needs and b_needs:
             ctx.to_save = tensors
         else:
-            ctx.to_save = (a if saves_a else None, b if saves_b else None, *tensors[2:])
+            ctx.to_save = (a if b_needs else None, b if a_needs else None, *tensors[2:])
         ctx.materialize_grads, ctx.call = False, call
         return launch(*tensors)
 
@@ -176,9 +177,9 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),
         },
     )
-    known = type(node.__name__, (_SingleLevelFunction,), {"forward": staticmethod(forward_known)})
-    known._backward_cls = node._backward_cls  # in a graph they are the same
-    apply, apply_known = node.apply, known.apply
+    plain = type(node.__name__, (_SingleLevelFunction,), {"forward": staticmethod(forward_plain)})
+    plain._backward_cls = node._backward_cls  # in a graph they are the same
+    apply, apply_plain = node.apply, plain.apply
 
     def with_grad(keyset, launch, tensors, call):
         pushed: list[bool] = []
@@ -195,19 +196,20 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
     def call_of(options, a, b):
         return options, a.dtype, b.dtype, b.stride() if b.requires_grad else ()
 
-    def record(keyset, launch, tensors, call):
+    def record(keyset, launch, tensors, call, a_needs, b_needs):
         if launch is None or top_hooks(False) is not None:
             return with_grad(keyset, launch, tensors, call)
-        return apply((tensors, call, launch, None, None), tensors[0], tensors[1])
+        if call[0]:
+            launch = partial(launch, **call[0])
+        return apply_plain((tensors, call, launch, a_needs, b_needs), tensors[0], tensors[1])
 
     def recorded(launch, a, b):
-        call, saves_a, saves_b = call_of({}, a, b), b.requires_grad, a.requires_grad
+        call, a_needs, b_needs = call_of({}, a, b), a.requires_grad, b.requires_grad
 
-        def record_known(*tensors):
+        def record_known(*tensors):  # `record`, without a call more
             if top_hooks(False) is not None:
                 return with_grad(None, launch, tensors, call)
-            how = tensors, call, launch, saves_a, saves_b
-            return apply_known(how, tensors[0], tensors[1])
+            return apply_plain((tensors, call, launch, a_needs, b_needs), tensors[0], tensors[1])
 
         return record_known
 
@@ -216,9 +218,10 @@ def differentiable(name: str, grad_a: Gradient, grad_b: Gradient, *, mixed: bool
             launch = launches.get(keyset.raw_repr())
             if forward_ad._current_level >= 0:
                 _refuse_tangents(name, *tensors)
-            if (tensors[0].requires_grad or tensors[1].requires_grad) and is_grad_enabled():
-                call = call_of(options, tensors[0], tensors[1])
-                return record(keyset, launch, tensors, call)
+            a, b = tensors[0], tensors[1]
+            a_needs, b_needs = a.requires_grad, b.requires_grad
+            if (a_needs or b_needs) and is_grad_enabled():
+                return record(keyset, launch, tensors, call_of(options, a, b), a_needs, b_needs)
             if launch is not None:
                 return launch(*tensors, **options)
             return _redispatch(op, keyset, tensors, options)

@@ -90,7 +90,7 @@ class Op:
         direct: by the same keys, ``(*tensors, **options) -> Direct | None`` of a call that was served; None is a
             call that ``launch`` alone can serve. A device without one is always served by ``launch``.
         recorded: ``(launch, a, b)`` returns a launch that records its calls for backward; a and b are the first
-            two tensors of a call of their geometry.
+            two tensors of a call of their geometry that require grad like them.
         explain: for each device, ``(*tensors, **options) -> Explanation`` of such a call, without running it.
         prepare: for each device, ``(out, *tensors) -> (launch, Explanation)`` of a checked call that
             writes ``out``.

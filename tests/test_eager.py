@@ -37,6 +37,23 @@ def test_the_second_call_is_recognised_and_gives_the_same(watch, device, name, g
         assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize(
+    "needs", [(True, False), (False, True), (True, True)], ids=["a", "b", "both"]
+)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h38_a_recognised_call_saves_what_its_gradients_need(watch, device, name, needs):
+    call, dispatched = watch(name)
+    tensors = operands(name, device=device)
+    for t, needed in zip(tensors, needs, strict=False):
+        t.requires_grad_(needed)
+    *_, y = [call(*tensors) for _ in range(3)]
+    assert len(dispatched) == 1
+    saved = y.grad_fn.saved_tensors
+    assert [t is not None for t in saved[:2]] == [*needs][::-1]
+    for t, kept in zip(tensors, saved, strict=True):
+        assert kept is None or kept.data_ptr() == t.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["grouped_mm_wgrad", "router_mm_dgrad", "router_mm_wgrad"])
 def test_a_dtype_of_the_result_has_calls_of_its_own(watch, device, name, dtype):

@@ -154,8 +154,9 @@ def estimated_cycles(config: GroupedConfig, M: int, N: int, K: int, E: int, num_
     """Returns a model of the time, in SM clocks: rounds of tiles, times the cost of a tile.
 
     A k-block takes the longer of its products (2048 multiply-adds a clock and SM) and its loads
-    from L2 (about 48 bytes a clock and SM). A tile adds an epilogue, a launch a constant. On an H200 its
-    choice is 0.4 % slower than the best policy of each of 150 problems of 16 to 512 rows a group, at most 8.6 %.
+    from L2 (about 48 bytes a clock and SM). A tile adds an epilogue, a launch a constant. On 150
+    problems of 16 to 512 rows a group, its choice is on average 0.4 % slower than the best policy on an
+    H200, at most 8.6 %.
     """
     rows = config.tile_m * config.cluster_m
     if config.layout == "tn":

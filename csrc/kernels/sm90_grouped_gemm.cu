@@ -180,7 +180,7 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
   const int cta_rank = Config::kClusterM == 1 ? 0 : ptx::cluster_ctarank();
   const int first_tile = blockIdx.x / Config::kClusterM;
   const int num_clusters = gridDim.x / Config::kClusterM;
-  const int k_blocks = ceil_div(K, Config::kTileK);
+  const int k_blocks_all = ceil_div(K, Config::kTileK);
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(map_a);
@@ -194,10 +194,13 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
   cluster_wait<Config::kClusterM>();  // the first offsets are under way
 
   RaggedMTile<Config> tile;
+  const auto next_tile = [&](int t) {  // some 300 instructions
+    return tile.find(scheduler, t, cta_rank, k_blocks_all);
+  };
   if (warp >= Config::kMathWarps) {
     ptx::setmaxnreg_dec<40>();
     if (warp == Config::kMathWarps) {
-      for (int t = first_tile; tile.find(scheduler, t, cta_rank, k_blocks); t += num_clusters) {
+      for (int t = first_tile; next_tile(t); t += num_clusters) {
         load_tile<Config>(tile, map_a, map_b, pipeline, state, smem_a, smem_b, cta_rank);
       }
       ptx::griddepcontrol_launch_dependents();
@@ -211,16 +214,12 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
     const int column = warpgroup / Config::kWarpgroupsM * Config::kAtomN;
     DeferredTile<Config::kAtomN> deferred(slabs + warpgroup * 4 * kSlabBytes, thread);
     int t = first_tile;
-    bool more = tile.find(scheduler, t, cta_rank, k_blocks);
-    const auto look_ahead = [&] {  // some 300 instructions: the next tile, and whether there is one
-      t += num_clusters;
-      more = tile.find(scheduler, t, cta_rank, k_blocks);
-    };
+    bool more = next_tile(t);
     while (more) {
-      const int rows = min(tile.rows - row, kAtomM), tile_k_blocks = tile.k_blocks;
+      const int rows = min(tile.rows - row, kAtomM), k_blocks = tile.k_blocks;
       if (rows <= 0) {
-        skip_mainloop(pipeline, state, tile_k_blocks, lane_id());
-        look_ahead();
+        skip_products(pipeline, state, k_blocks, lane_id());
+        more = next_tile(t += num_clusters);
         continue;
       }
       const int first_column = tile.column + column;
@@ -228,11 +227,11 @@ __device__ __forceinline__ void ragged_m_gemm(const TensorMap& map_a, const Tens
       float acc[Config::kAtomN / 2];
       const int last = start_products<Major::K, Config::kMajorB, Config::kBytesA, Config::kBytesB,
                                       Config::kAtomN>(
-          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, tile_k_blocks, lane_id(),
+          acc, pipeline, state, smem_a + row * 128, smem_b + column * 128, k_blocks, lane_id(),
           [&](int k_block) { deferred.store(k_block); });
-      look_ahead();
+      more = next_tile(t += num_clusters);  // while the last products run
       finish_products(pipeline, last, lane_id());
-      deferred.store_from(tile_k_blocks);
+      deferred.store_from(k_blocks);
       deferred.pack(acc, first, ldd, rows, N - first_column);
     }
     deferred.store_from(0);

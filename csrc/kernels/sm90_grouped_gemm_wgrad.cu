@@ -60,6 +60,7 @@ struct RaggedKConfig {
                                     kMathWarpgroups * kStagingBytes + Pipeline::kBytes +
                                     GroupOrder::kBytes;
 
+  static_assert(Pipeline::kBytes % 16 == 0, "GroupOrder, behind it, is read 16 bytes at a time");
   static_assert(kTileM == 128, "two warpgroups of 64 rows: setmaxnreg 40 / 232 is made for them");
   static_assert(kAtomN == 64 || kAtomN == 128 || kAtomN == 256, "wgmma.cuh has these atoms");
   static_assert(kClusterM == 1 || kClusterM == 2,
@@ -105,7 +106,7 @@ struct RaggedKTile {
   }
 };
 
-// The producer warp: all loads of one tile, one lane issuing as in sm90_grouped_gemm.cu.
+// The producer warp: all loads of one tile.
 template <class Config>
 __device__ __forceinline__ void load_tile(const RaggedKTile<Config>& tile, const TensorMap& map_g,
                                           const TensorMap& map_x,
@@ -207,7 +208,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
       const int rows = tile.rows - warpgroup * kAtomM;
       const int group = tile.group, first_column = tile.column, k_blocks = tile.k_blocks;
       if (rows <= 0 || (Config::kAccumulate && k_blocks == 0)) {
-        skip_mainloop(pipeline, state, k_blocks, lane_id());
+        skip_products(pipeline, state, k_blocks, lane_id());
         more = next_tile(++round);
         continue;
       }
@@ -239,7 +240,7 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
       }
     }
     deferred.store_from(0);
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();  // what is staged must outlive it
   }
 }
 

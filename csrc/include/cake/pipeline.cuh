@@ -1,5 +1,5 @@
 // The ring of shared-memory stages between the TMA producer and the wgmma consumers of a cluster,
-// and the consumer's mainloop over it.
+// and the loops of both over it.
 //
 // Each stage has a `full` and an `empty` mbarrier. `full` completes when the bytes that its CTA
 // announced have landed, from whichever CTA of the cluster issued the copy. `empty` completes when
@@ -13,9 +13,9 @@
 
 namespace cake {
 
-// All threads of the cluster, behind the fence of those that made the barriers: they have arrived,
-// and may do other things before they wait. It orders no other writes: a releasing arrival is a
-// MEMBAR.ALL.GPU in each warp.
+// The two halves of a barrier of all threads of the cluster; with one CTA all of it is in the wait.
+// The arrival is relaxed and orders only what a fence before it releases, here that the mbarriers
+// exist. A releasing one is a MEMBAR.ALL.GPU in each warp.
 template <int kClusterSize>
 __device__ __forceinline__ void cluster_arrive() {
   if constexpr (kClusterSize > 1) ptx::barrier_cluster_arrive_relaxed();
@@ -88,9 +88,9 @@ struct Pipeline {
   }
 
   // Producer, when it has no more to load: wait until every stage is free everywhere. Then no
-  // arrival or multicast of a peer is still on its way to this CTA, which may exit. A cluster
-  // barrier of all threads would wait for their stores to global memory as well, some 2000 clocks
-  // (H200).
+  // arrival or multicast of a peer is still on its way to this CTA, which may exit. (A releasing
+  // cluster barrier would wait for all stores to global memory as well, some 2000 clocks on an
+  // H200, and a relaxed one would hold every warp until the slowest is done.)
   __device__ __forceinline__ void producer_drain(State state) const {
     for (int i = 0; i < kStages; ++i) {
       producer_wait(state);
@@ -148,7 +148,7 @@ __device__ __forceinline__ int start_products(float (&acc)[kN / 2], const Pipeli
                                               u32 tile_b, int k_blocks, int lane,
                                               const Overlap& overlap) {
   // Only the low halves of descriptors vary.
-  constexpr u32 kHigh = make_descriptor(0) >> 32;
+  constexpr u64 kHigh = make_descriptor(0) >> 32 << 32;
   const u32 first_a = make_descriptor(tile_a), first_b = make_descriptor(tile_b);
   u32 low_a = first_a + state.stage * (kBytesA >> 4),
       low_b = first_b + state.stage * (kBytesB >> 4);
@@ -160,9 +160,8 @@ __device__ __forceinline__ int start_products(float (&acc)[kN / 2], const Pipeli
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSwizzleElements / kAtomK; ++k) {
-      Wgmma<kN, kMajorA, kMajorB>::mma_async(
-          acc, ptx::pack_u64(low_a + k * kDescriptorStepK<kMajorA>, kHigh),
-          ptx::pack_u64(low_b + k * kDescriptorStepK<kMajorB>, kHigh));
+      Wgmma<kN, kMajorA, kMajorB>::mma_async(acc, kHigh | (low_a + k * kDescriptorStepK<kMajorA>),
+                                             kHigh | (low_b + k * kDescriptorStepK<kMajorB>));
     }
     ptx::wgmma_commit_group();
     overlap(k_block);
@@ -185,7 +184,7 @@ __device__ __forceinline__ void finish_products(const Pipeline& pipeline, int la
 // A warpgroup with no valid rows follows the stages without multiplying: the barriers count every
 // warp.
 template <class Pipeline>
-__device__ __forceinline__ void skip_mainloop(const Pipeline& pipeline,
+__device__ __forceinline__ void skip_products(const Pipeline& pipeline,
                                               typename Pipeline::State& state, int k_blocks,
                                               int lane) {
   for (int k_block = 0; k_block < k_blocks; ++k_block) {

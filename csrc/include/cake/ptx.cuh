@@ -15,12 +15,6 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 // ---- warps, warpgroups, clusters ----
 
-__device__ __forceinline__ u64 pack_u64(u32 low, u32 high) {
-  u64 value;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(value) : "r"(low), "r"(high));
-  return value;
-}
-
 // True in one lane of a warp whose lanes are all here.
 __device__ __forceinline__ bool elect_sync() {
   u32 elected;
@@ -204,11 +198,6 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
 template <int kPending>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void cp_async_bulk_wait_group() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void fence_proxy_async_shared_cta() {

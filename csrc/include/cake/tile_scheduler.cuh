@@ -56,8 +56,8 @@ struct GroupWindow {
   }
 };
 
-// Of numbers that are not negative. Most divisors of a tile's number are powers of two, and another
-// division takes some 100 clocks, which the first tile of a launch waits for.
+// dividend >= 0, divisor > 0. The divisors of a tile's number are often powers of two, and any
+// other division takes some 100 clocks, for which the first tile of a launch waits.
 __device__ __forceinline__ int divide(int dividend, int divisor) {
   if ((divisor & (divisor - 1)) == 0) return dividend >> (__ffs(divisor) - 1);
   return static_cast<int>(static_cast<u32>(dividend) / static_cast<u32>(divisor));

@@ -240,7 +240,8 @@ __device__ __forceinline__ void ragged_k_gemm(const TensorMap& map_g, const Tens
       }
     }
     deferred.store_from(0);
-    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();  // what is staged must outlive it
+    // Staged slices stay until the copy engine has read them; its writes complete with the grid.
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
   }
 }
 

@@ -57,7 +57,7 @@ struct GroupWindow {
 };
 
 // dividend >= 0, divisor > 0. The divisors of a tile's number are often powers of two, and any
-// other division takes some 100 clocks, for which the first tile of a launch waits.
+// other division is a chain of some 20 instructions, for which the first tile of a launch waits.
 __device__ __forceinline__ int divide(int dividend, int divisor) {
   if ((divisor & (divisor - 1)) == 0) return dividend >> (__ffs(divisor) - 1);
   return static_cast<int>(static_cast<u32>(dividend) / static_cast<u32>(divisor));
@@ -68,6 +68,13 @@ struct Block {
   int n;
 };
 
+// The super-block of a tile of a group: the first one, if it is not whole. Behind the last whole
+// one there may be one without rows, which holds RaggedMScheduler's pairs.
+template <int kSuperRows>
+__device__ __forceinline__ int super_block(int tile, int m_blocks, int n_blocks) {
+  return m_blocks >= kSuperRows ? divide(tile, kSuperRows * n_blocks) : 0;
+}
+
 // Order of the m_blocks x n_blocks tiles of one group: super-blocks of `kSuperRows` block rows,
 // column by column within, every other one right to left. The tiles that run at one time then span
 // a compact rectangle, whose panels of both operands stay in L2, and the panels at a turn are used
@@ -75,7 +82,7 @@ struct Block {
 // without, in a 65536 x 6144 x 4096 forward.)
 template <int kSuperRows>
 __device__ __forceinline__ Block raster(int tile, int m_blocks, int n_blocks) {
-  const int super = m_blocks >= kSuperRows ? divide(tile, kSuperRows * n_blocks) : 0;
+  const int super = super_block<kSuperRows>(tile, m_blocks, n_blocks);
   const int rest = tile - super * kSuperRows * n_blocks;
   const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
   const int column = divide(rest, rows);
@@ -120,7 +127,7 @@ struct RaggedMScheduler {
     // As `raster`; in the last super-block every second column is followed by the pair's tile.
     const int m_blocks = full_blocks(length);
     const bool pairs = has_pairs(length);
-    const int super = m_blocks >= kSuperRows ? divide(tile, kSuperRows * n_blocks) : 0;
+    const int super = super_block<kSuperRows>(tile, m_blocks, n_blocks);
     const int rest = tile - super * kSuperRows * n_blocks;
     const int rows = min(kSuperRows, m_blocks - super * kSuperRows);
     const bool last = (super + 1) * kSuperRows > m_blocks;

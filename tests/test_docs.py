@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,40 +147,45 @@ def test_every_page_is_linked_from_the_readme() -> None:
 # Figures
 
 PASSES = ("fwd", "dgrad", "dW")
+PEER_ARMS = ("torch", "cublas", "deepgemm")
 
 
+@cache
 def measured(name: str) -> dict[str, Any]:
     return json.loads((ROOT / f"cake_ops/bench/results/{name}-h200.json").read_text())
 
 
+def grouped_rows(name: str, mode: str = "eager", results: str = "grouped") -> list[dict[str, Any]]:
+    """The rows of an operation, those of the large problems or, with "small " before it, of the small ones."""
+    op, small = name.removeprefix("small "), name.startswith("small ")
+    return [
+        row
+        for row in measured(results)["rows"]
+        if (row["op"], row["mode"]) == (op, mode) and row["shape"].startswith("small") == small
+    ]
+
+
+def ratios_of(arm: str, rows: list[dict[str, Any]]) -> list[float]:
+    return [row["ratios"][arm][0] for row in rows if arm in row["ratios"]]
+
+
 def test_speed_of_peers_is_what_was_measured() -> None:
-    results = measured("grouped")
     lines = PEERS.partition("| pass |")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(lines) == 9
     for line in lines:
         name = line.split("|")[1].strip()
-        op, small = name.removeprefix("small "), name.startswith("small ")
         cells = [name]
-        for arm in ("torch", "cublas", "deepgemm"):
-            ratios = [
-                row["ratios"][arm][0]
-                for row in results["rows"]
-                if row["op"] == op
-                and row["shape"].startswith("small") == small
-                and row["mode"] == "eager"
-                and arm in row["ratios"]
-            ]
-            if ratios:
-                mean = geomean(ratios)
-                cells += [f"{mean:.3f}", f"{sum(r < 1 for r in ratios)} of {len(ratios)}"]
+        for arm in PEER_ARMS:
+            found = ratios_of(arm, grouped_rows(name))
+            if found:
+                slower = sum(ratio < 1 for ratio in found)
+                cells += [f"{geomean(found):.3f}", f"{slower} of {len(found)}"]
             else:
                 cells += ["-", "-"]
         assert line == "| " + " | ".join(cells) + " |"
 
 
 def test_speed_of_grouped_gemms_is_what_was_measured() -> None:
-    results = measured("grouped")
-    rows = [row for row in results["rows"] if row["mode"] == "eager"]
     ops = {
         "dW in BF16": "dW",
         "dW in FP32": "dW fp32",
@@ -191,16 +197,10 @@ def test_speed_of_grouped_gemms_is_what_was_measured() -> None:
     assert len(lines) == 9
     for line in lines:
         name, count, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        op = ops.get(name, name)
-        small = op.startswith("small ")
-        own = [
-            row
-            for row in rows
-            if row["op"] == op.removeprefix("small ") and row["shape"].startswith("small") == small
-        ]
-        assert len(own) == int(count)
-        for cell, arm in zip(cells, ("torch", "cublas", "deepgemm"), strict=True):
-            found = [row["ratios"][arm][0] for row in own if arm in row["ratios"]]
+        rows = grouped_rows(ops.get(name, name))
+        assert len(rows) == int(count)
+        for cell, arm in zip(cells, PEER_ARMS, strict=True):
+            found = ratios_of(arm, rows)
             if not found:
                 assert cell == "-"
                 continue
@@ -211,11 +211,9 @@ def test_speed_of_grouped_gemms_is_what_was_measured() -> None:
 
 
 def test_speed_in_graphs_is_what_was_measured() -> None:
-    rows = [row for row in measured("grouped")["rows"] if row["mode"] == "graph"]
-
     def means(arm: str) -> list[str]:
-        found = ([r["ratios"].get(arm) for r in rows if r["op"] == op] for op in PASSES)
-        return [f"{geomean(r[0] for r in ratios if r):.2f}" for ratios in found if any(ratios)]
+        found = (ratios_of(arm, grouped_rows(op, "graph")) for op in PASSES)
+        return [f"{geomean(of_op):.2f}" for of_op in found if of_op]
 
     text = " ".join(BENCHMARKS.split())
     assert "fwd {}, dgrad {} and dW {} over `torch._grouped_mm`".format(*means("torch")) in text
@@ -225,58 +223,50 @@ def test_speed_in_graphs_is_what_was_measured() -> None:
 
 def test_noise_is_what_was_measured() -> None:
     rows = [row for row in measured("grouped")["rows"] if row["mode"] == "eager"]
-    control = [row["ratios"]["control"][0] for row in rows]
+    control = ratios_of("control", rows)
     text = " ".join(BENCHMARKS.split())
     assert f"itself gave {min(control):.2f} to {max(control):.2f} in a row" in text
-    ops = {row["op"] for row in rows}
-    means = {op: geomean(r["ratios"]["control"][0] for r in rows if r["op"] == op) for op in ops}
+    means = {
+        op: geomean(ratios_of("control", [row for row in rows if row["op"] == op]))
+        for op in {row["op"] for row in rows}
+    }
     assert f"with early stop off, where it was {means.pop('ckpt'):.2f}" in text
     assert f"{min(means.values()):.2f} to {max(means.values()):.2f} in all passes but" in text
 
 
 def test_figures_of_the_readme_are_those_of_the_tables() -> None:
-    rows = [row for row in measured("grouped")["rows"] if row["mode"] == "eager"]
-
-    def span(arm: str, small: bool) -> str:
-        means = []
-        for op in PASSES:
-            own = [r for r in rows if r["op"] == op and r["shape"].startswith("small") == small]
-            ratios = [row["ratios"][arm][0] for row in own if arm in row["ratios"]]
-            means += [f"{geomean(ratios):.2f}"] if ratios else []
+    def span(arm: str, kind: str) -> str:
+        found = (ratios_of(arm, grouped_rows(kind + op)) for op in PASSES)
+        means = [f"{geomean(of_op):.2f}" for of_op in found if of_op]
         low, high = min(means), max(means)
         return low if low == high else f"{low} to {high}"
 
     text = " ".join((ROOT / "README.md").read_text().split())
-    large, small = ({arm: span(arm, s) for arm in ("torch", "cublas", "deepgemm")} for s in (0, 1))
+    large, small = ({arm: span(arm, kind) for arm in PEER_ARMS} for kind in ("", "small "))
     assert f"`torch._grouped_mm` takes {large['torch']} times as long, a cuBLAS call" in text
     assert f"{large['cublas']} times, DeepGEMM {large['deepgemm']} times." in text
     assert f"takes {small['torch']} times as long, DeepGEMM {small['deepgemm']} times." in text
 
 
 def test_speed_of_the_kernels_before_is_what_was_measured() -> None:
-    rows = measured("grouped-earlier")["rows"]
-    large = [row for row in rows if not row["shape"].startswith("small")]
-    small = [row for row in rows if row["shape"].startswith("small")]
     text = " ".join(BENCHMARKS.split())
 
-    def mean(op: str, arm: str, mode: str = "graph") -> str:
-        own = [row for row in large if row["op"] == op and row["mode"] == mode]
-        return f"{geomean(row['ratios'][arm][0] for row in own if arm in row['ratios']):.2f}"
+    def mean(op: str, mode: str = "graph") -> str:
+        return f"{geomean(ratios_of('torch', grouped_rows(op, mode, 'grouped-earlier'))):.2f}"
 
-    torch = [mean(op, "torch") for op in ("dW fp32", "ckpt", "ckpt ES")]
-    assert "steps gave {}, {} and {} over `torch._grouped_mm`".format(*torch) in text
-    lowest = min(row["ratios"]["torch"][0] for row in small)
+    means = [mean(op) for op in ("dW fp32", "ckpt", "ckpt ES")]
+    assert "steps gave {}, {} and {} over `torch._grouped_mm`".format(*means) in text
+    rows = measured("grouped-earlier")["rows"]
+    lowest = min(ratios_of("torch", [row for row in rows if row["shape"].startswith("small")]))
     assert f"the lowest {lowest:.2f}" in text and lowest > 1
-    block = [mean(op, "torch", m) for op in ("block", "block ES") for m in ("eager", "graph")]
+    block = [mean(op, mode) for op in ("block", "block ES") for mode in ("eager", "graph")]
     assert "gave {} in eager and {} in graphs, with early stop {} and {}.".format(*block) in text
 
 
 def test_lead_over_deepgemm_is_that_of_the_table() -> None:
-    ratios = re.findall(
-        r"^\| (?:small )?fwd \|.*\| (\d\.\d+) \| \d of \d+ \|$", PEERS, re.MULTILINE
-    )
-    assert min(map(float, ratios)) > 1
-    large, small = (f"{100 * (float(ratio) - 1):.1f} %" for ratio in ratios)
+    found = re.findall(r"^\| (?:small )?fwd \|.*\| (\d\.\d+) \| \d of \d+ \|$", PEERS, re.MULTILINE)
+    assert min(map(float, found)) > 1
+    large, small = (f"{100 * (float(ratio) - 1):.1f} %" for ratio in found)
     assert f"{large} slower on large rows and {small} on small ones" in PEERS
 
 
@@ -292,15 +282,14 @@ def test_host_times_are_what_was_measured() -> None:
     cake, torch = ([us[arm] for us in quiet] for arm in ("cake", "torch._grouped_mm"))
     assert "took {:.1f} and {:.1f} where `torch._grouped_mm`".format(*cake) in text
     assert "took {:.1f} and {:.1f}: ".format(*torch) in text
-    ratios = [a / b for a, b in zip(cake, torch, strict=True)]
-    assert "{:.2f} and {:.2f} of its time".format(*ratios) in text
+    shares = [a / b for a, b in zip(cake, torch, strict=True)]
+    assert "{:.2f} and {:.2f} of its time".format(*shares) in text
     parts = results["breakdown"]["grouped_mm"]
     assert f"Of the {parts['whole call']:.1f} without grad" in text
     assert f"{parts['recognition']:.1f} are the recognition of the call" in text
     assert f"{parts['allocation']:.1f} the allocation" in text
-    own = "the driver's launch"
     driver = parts["driver's launch"]
-    assert f"{driver:.1f} {own}" in text
+    assert f"{driver:.1f} the driver's launch" in text
     ours, theirs = (
         [f"{rows['router', m]['median_us'][arm]:.1f}" for m in ("fwd", "dgrad", "wgrad")]
         for arm in ("cake", "torch.mm")

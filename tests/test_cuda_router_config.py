@@ -1,27 +1,22 @@
-"""Planning of the router GEMM launches and packing of their arguments, without a GPU.
+"""Planning of the router GEMM launches, without a GPU.
 
 A test called after a case (h31, ..) is a defect that users of another package met once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_cuda_grouped_config
 from emulator import assert_encodable, with_rows
 from router_emulator import boxes
-from test_cuda_grouped_config import RESULT, Driver, at
 
-from cake_ops.cuda import router_config, tensor_map
+from cake_ops.cuda import router_config
 from cake_ops.cuda.driver import manifest
 from cake_ops.cuda.geometry import MAX_SIZE, ROWS, SMEM_LIMIT, TensorMapGeometry, rows_bucket
-from cake_ops.cuda.launch import I32, I64, MAX_STREAMS, POINTER, Plan
 from cake_ops.cuda.router_config import (
     FORWARD_CLUSTER_K,
     LAYOUTS,
@@ -42,8 +37,6 @@ from cake_ops.cuda.router_config import (
     row_tile,
     select_config,
 )
-
-driver = test_cuda_grouped_config.driver  # the fixture: a driver that only looks
 
 SMS = 132
 BASE = 1 << 20  # an address that every tensor map can have
@@ -260,96 +253,6 @@ def test_geometry_of_the_maps() -> None:
     assert b_map(tn, ROWS, 63, 100, 104) == TensorMapGeometry(
         "bf16", (100, ROWS), (208,), (64, 32), "128B"
     )
-
-
-@pytest.mark.parametrize("swizzle", ["NONE", "64B", "128B"])
-def test_a_map_is_encoded_as_its_geometry_says(
-    monkeypatch: pytest.MonkeyPatch, swizzle: str
-) -> None:
-    bindings = pytest.importorskip("cuda.bindings.driver")
-    calls: list[tuple[Any, ...]] = []
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(bindings, name)
-
-        def cuTensorMapEncodeTiled(self, *call: Any) -> tuple[Any, ...]:
-            calls.append(call)
-            return 0, SimpleNamespace(getPtr=lambda: 0x1230)
-
-    monkeypatch.setattr(tensor_map, "driver", Recorder)
-    geometry = TensorMapGeometry("f32", (100, ROWS), (400,), (16, 64), swizzle)
-    assert tensor_map._encode(0x40, 9, geometry)[0] == 0x1230
-    dtype, rank, address, *sizes, _, swizzled, promotion, fill = calls[0]
-    assert dtype.name.endswith("FLOAT32") and (rank, address) == (2, 0x40)
-    assert [[int(n) for n in values] for values in sizes] == [[100, 9], [400], [16, 64], [1, 1]]
-    assert swizzled.name == f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"
-    assert promotion.name.endswith("L2_256B") and fill.name.endswith("NONE")
-
-
-# Launching, with a driver that only looks
-
-ROUTER = (POINTER, POINTER, POINTER, (I64, 1 << 40), (I32, 63), (I32, ROWS), (I32, -3), (I32, 2))
-WIDTHS = [ctypes.c_uint64] * 5 + [ctypes.c_int64] + [ctypes.c_int32] * 4
-OPERANDS = at(0x10, 0x20, 0x30)  # out, a, b
-
-
-def plan(
-    driver: Driver,
-    swapped: bool = False,
-    tile_rows: int | None = 40,
-    max_ctas: int | None = None,
-) -> Plan:
-    driver.widths = WIDTHS
-    fixed = TensorMapGeometry("f32", (100, 63), (400,), (32, 128))
-    ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 40))
-    maps = (fixed, ragged) if swapped else (ragged, fixed)
-    return Plan("name", 0, 6, 384, 1000, maps, ROUTER, RESULT, tile_rows, max_ctas, swapped)
-
-
-def test_arguments_without_offsets_and_map_of_the_result(driver: Driver) -> None:
-    plan(driver).run(*OPERANDS)
-    mapped = 0x20 + (7 << 48)  # the stand-in of the map of operand a with 7 rows
-    assert driver.launches[0].values == [mapped, 0x30, 0x10, 0x20, 0x30, 1 << 40, 63, 7, -3, 2]
-    assert driver.launches[0].config.gridDimX == 6
-
-
-def test_swapped_operands_keep_the_rows_of_the_first(driver: Driver) -> None:
-    plan(driver, swapped=True).run(*OPERANDS)
-    mapped = 0x20 + (7 << 48)
-    assert driver.launches[0].values == [0x30, mapped, 0x10, 0x30, 0x20, 1 << 40, 63, 7, -3, 2]
-
-
-def test_both_maps_may_have_rows(driver: Driver) -> None:
-    driver.widths = WIDTHS
-    ragged = TensorMapGeometry("f32", (100, ROWS), (400,), (32, 32))
-    both = Plan("name", 0, 6, 384, 1000, (ragged, ragged), ROUTER, RESULT)
-    for rows in (7, 9, 7):
-        both.run(*at(0x10, 0x20, 0x30, rows=rows))
-        shift = rows << 48
-        assert driver.launches[-1].values[:2] == [0x20 + shift, 0x30 + shift]
-        assert driver.launches[-1].config.gridDimX == 6
-
-
-def test_the_grid_follows_the_rows_on_every_stream(driver: Driver) -> None:
-    launched = plan(driver)
-    for stream in (0, 7, *range(100, 100 + 2 * MAX_STREAMS), 7):
-        driver.stream = stream
-        for rows in (40, 41, 1, 4000, 40):
-            launched.run(*at(0x10, 0x20, 0x30, rows=rows))
-            config = driver.launches[-1].config
-            assert int(config.hStream) == stream and config.gridDimX == 6 * -(-rows // 40)
-
-
-@pytest.mark.parametrize("tile_rows", [40, None])
-def test_the_grid_has_no_more_than_the_most(driver: Driver, tile_rows: int | None) -> None:
-    launched = plan(driver, tile_rows=tile_rows, max_ctas=13)
-    for rows, ctas in ((40, 6), (41, 12), (80, 12), (81, 13), (4000, 13), (1, 6)):
-        launched.run(*at(0x10, 0x20, 0x30, rows=rows))
-        assert driver.launches[-1].config.gridDimX == (ctas if tile_rows else 6)
-    one = plan(driver, tile_rows=tile_rows, max_ctas=5)
-    one.run(*at(0x10, 0x20, 0x30, rows=1))
-    assert driver.launches[-1].config.gridDimX == 5
 
 
 def test_the_policies_are_the_kernels_that_are_built() -> None:

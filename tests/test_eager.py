@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import cake_ops
 from cake_ops import _eager
 from cake_ops._library import OPS
-from cake_ops.cuda.geometry import bucket_range, rows_bucket
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
@@ -276,12 +275,3 @@ def test_without_guards_every_call_takes_the_dispatcher(watch, monkeypatch):
     for _ in range(2):
         assert torch.equal(call(*tensors), OPS["router_mm"].overload(*tensors))
     assert len(dispatched) == 2
-
-
-def test_a_bucket_is_a_range():
-    for m in range(3000):
-        first, last = bucket_range(m)
-        assert first <= m <= last and {rows_bucket(i) for i in range(max(first, 0), last + 1)} == {
-            rows_bucket(m)
-        }
-        assert m == 0 or rows_bucket(first - 1) != rows_bucket(m) != rows_bucket(last + 1)

@@ -88,11 +88,15 @@ def test_transforms_and_tracers_see_the_dispatcher(watch, trace):
     assert len(dispatched) == 3
 
 
-def test_a_profile_has_the_event_of_a_known_call():
+@pytest.mark.parametrize("all_threads", [False, True], ids=["own thread", "all threads"])
+def test_a_profile_has_the_event_of_a_known_call(all_threads):
     x, w = operands("router_mm")
     for _ in range(2):
         cake_ops.router_mm(x, w)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    options = {"experimental_config": config} if all_threads else {}
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, **options) as profile:
         cake_ops.router_mm(x, w)
     assert "cake::router_mm" in {event.key for event in profile.key_averages()}
 
@@ -217,14 +221,3 @@ def test_inference_tensors_outside_inference_mode(watch):
     for _ in range(3):
         assert not call(x, w).requires_grad
     assert not OPS["router_mm"].overload(x, w).requires_grad
-
-
-def test_a_profile_of_all_threads_has_the_event_of_a_known_call():
-    x, w = operands("router_mm")
-    for _ in range(2):
-        cake_ops.router_mm(x, w)
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, experimental_config=config) as profile:
-        cake_ops.router_mm(x, w)
-    assert "cake::router_mm" in {event.key for event in profile.key_averages()}
